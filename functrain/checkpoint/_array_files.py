@@ -146,6 +146,10 @@ def _open_safetensors(path: str) -> Iterator[ArrayFile]:
     yield ArrayFile(specs, read)
 
 
+# What h5py raises for damaged files.
+_HDF5_ERRORS = (AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError)
+
+
 @contextlib.contextmanager
 def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
     """Opens an HDF5 file, or one within an archive. Links to other files are not followed."""
@@ -162,21 +166,21 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
             layer_names[name.removesuffix("vars").rstrip("/")] = layer
 
     def read(name: str, box: _leaves.Box | None = None) -> np.ndarray:
-        with _library_errors(path, OSError):
+        with _library_errors(path, *_HDF5_ERRORS):
             raw = datasets[name][() if box is None else box]
         return np.asarray(raw).view(_hdf5_dtype(datasets[name]))
 
     with contextlib.ExitStack() as stack:
-        with _library_errors(path, OSError, RuntimeError):
-            stack.enter_context(h5py.File(file or path, "r")).visititems(add_node)
         specs = {}
-        for name, dataset in datasets.items():
-            if dataset.external or dataset.is_virtual:
-                raise CheckpointMismatchError(
-                    f"{path}: expected arrays within the file, got {name}, whose values are in "
-                    "another file. Such files are not read. Copy the values into one file."
-                )
-            specs[name] = _tree.format_spec(_hdf5_dtype(dataset), dataset.shape or ())
+        with _library_errors(path, *_HDF5_ERRORS):
+            stack.enter_context(h5py.File(file or path, "r")).visititems(add_node)
+            for name, dataset in datasets.items():
+                if dataset.external or dataset.is_virtual:
+                    raise CheckpointMismatchError(
+                        f"{path}: expected arrays within the file, got {name}, whose values are in "
+                        "another file. Such files are not read. Copy the values into one file."
+                    )
+                specs[name] = _tree.format_spec(_hdf5_dtype(dataset), dataset.shape or ())
         yield ArrayFile(specs, read, layer_names)
 
 

@@ -15,9 +15,9 @@ from functrain.checkpoint._manifest import DOCUMENTS, STATE
 from functrain.checkpoint._step_directory import Monitor, StepDirectory
 from functrain.checkpoint._writer import Writer
 from functrain.common import _direction, _repr
-from functrain.common._checks import require, require_integer
+from functrain.common._checks import is_positive, require, require_instance, require_integer
 from functrain.common._types import PyTree
-from functrain.common._values import split_members
+from functrain.common._values import require_numbers, split_members
 from functrain.common._warnings import warn
 from functrain.engine._position import Position, as_position
 from functrain.engine._trigger import Every, Trigger, as_trigger
@@ -115,7 +115,9 @@ class Checkpointer:
             require_integer("keep", keep, advice="Pass None to keep all checkpoints.")
         if keep_every is not None:
             require_integer("keep_every", keep_every)
-        is_share = budget is None or 0 < budget <= 1
+        if monitor is not None:
+            require_instance("monitor", monitor, str, "the name of a value, such as 'val_loss'")
+        is_share = budget is None or (is_positive(budget) and budget <= 1)
         require(is_share, "budget", "a share above 0 and at most 1, or None", budget)
         self.every = as_trigger(every, Every(epochs=1))
         self.keep, self.keep_every, self.monitor = keep, keep_every, monitor
@@ -190,6 +192,9 @@ class Checkpointer:
         """
         with self._save_lock:
             with _processes.main_group.raise_in_all():
+                require_numbers("values", {} if values is None else values)
+                expected = "documents by name, such as {'notes': ['first try']}"
+                require_instance("documents", documents, Mapping | None, expected)
                 position = as_position(state, position)
                 self.wait()  # the save in progress may be that of a later step
                 # `restore` would otherwise return the later one, of a run that was abandoned.
@@ -222,6 +227,8 @@ class Checkpointer:
           CheckpointMismatchError: It has another model, optimizer or dtype; each leaf is named.
           CheckpointCorruptError: It is damaged; with `step=None`, all of them are.
         """
+        if step is not None:
+            require_integer("step", step, 0)
         return self._read(lambda manifest: {STATE: like}, step)[0]
 
     def verify(self, step: int | None = None) -> dict[int, str]:
@@ -233,6 +240,8 @@ class Checkpointer:
         Returns:
           The damage by step; empty if all checkpoints are intact.
         """
+        if step is not None:
+            require_integer("step", step, 0)
         self.wait()
         return self._directory.verify(step)
 
@@ -244,6 +253,7 @@ class Checkpointer:
           CheckpointCorruptError: The checkpoint is damaged. Nothing was removed.
           RuntimeError: Another process or checkpointer writes to the directory.
         """
+        require_integer("step", step, 0)
         with self._save_lock:
             self.wait()
             # First, since the next line would create the directory.

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import IO
 
 from functrain.common import _locks
+from functrain.common._paths import make_directory
 from functrain.common._warnings import warn
 
 MANIFEST = "checkpoint.json"
@@ -179,7 +180,7 @@ class LocalFiles:
 
     def make_directory(self, path: str) -> None:
         """Creates a directory for checkpoints."""
-        os.makedirs(path, exist_ok=True)
+        make_directory(path)
 
     def lock(self, directory: str) -> _locks.Lock:
         """Returns the lock of the writer of a directory."""

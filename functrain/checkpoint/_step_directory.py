@@ -187,12 +187,14 @@ def best_step(values: Mapping[int, float], sign: float) -> int | None:
     return min(sorted(numbers), key=numbers.__getitem__, default=None)
 
 
-def find_checkpoints(path: str | os.PathLike[str], expected: str) -> tuple[str, list[str]]:
+def find_checkpoints(
+    path: str | os.PathLike[str], expected: str, name: str = "directory"
+) -> tuple[str, list[str]]:
     """Returns a real path, and the targets of checkpoints in it; or itself if there are none.
 
     The oldest comes first. A training may remove or replace them before they are read.
     """
-    path = resolve_path(path)
+    path = resolve_path(path, name)
     files = files_at(path)
     path = files.find(path, expected)
     if not files.is_directory(path):

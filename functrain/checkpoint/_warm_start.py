@@ -19,7 +19,7 @@ from functrain.checkpoint._remote import files_at
 from functrain.checkpoint._step_directory import find_checkpoints
 from functrain.checkpoint._storage import read_unless_replaced
 from functrain.common import _patterns, _repr, _tree
-from functrain.common._checks import require, require_instance, require_no_problems
+from functrain.common._checks import require, require_flags, require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.model._freeze import merged_paths
@@ -139,6 +139,10 @@ def warm_start(
         unchanged     ...
     """
     leaves = _state_leaves(state)
+    require_flags(cast=cast)
+    expected = "a function from paths in the file to paths in the state"
+    is_rename = rename is None or callable(rename)
+    require(is_rename, "rename", expected, rename, error=TypeError)
     take_patterns = None if take is None else _as_patterns("take", take)
     skip_patterns = _as_patterns("skip", skip)
     requested, skipped = [], []
@@ -187,7 +191,7 @@ def warm_start(
 
     reasons: list[str] = []  # why checkpoints were passed over
     expected = "a checkpoint, or a file of arrays"
-    _, targets = find_checkpoints(source, expected)
+    _, targets = find_checkpoints(source, expected, "source")
     while targets:
         target = targets.pop()
         try:
@@ -197,7 +201,7 @@ def warm_start(
             reasons.append(str(error))
             continue
         except FileNotFoundError:
-            _, targets = find_checkpoints(source, expected)
+            _, targets = find_checkpoints(source, expected, "source")
             if target in targets:
                 raise
             reasons.clear()  # a training has removed it since the listing
@@ -281,6 +285,8 @@ def _summary_line(label: str, paths: Collection[str], unit: str) -> str:
 
 
 def _as_patterns(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    expected = "a pattern of paths, such as 'params/**', or a list of them"
+    require_instance(name, value, str | Iterable, expected)
     patterns = (value,) if isinstance(value, str) else tuple(value)
     for pattern in patterns:
         require_instance(name, pattern, str, "patterns, such as 'params/**'")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from functrain.common._checks import require
+from functrain.common._checks import require, require_instance, require_integer
 from functrain.distributed._ending import watch_peers
 from functrain.distributed._stopping import leave_all_runs
 
@@ -63,6 +63,12 @@ def initialize(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = _read_environment("JAX_NUM_PROCESSES") if num_processes is None else num_processes
     number = _read_environment("JAX_PROCESS_ID") if process_id is None else process_id
+    # JAX looks for those that are None.
+    if address is not None:
+        require_instance("coordinator_address", address, str, "a text, such as '10.0.0.1:1234'")
+    for name, value in {"num_processes": count, "process_id": number}.items():
+        if value is not None:
+            require_integer(name, value, 0)
     # Otherwise JAX would listen to all addresses of the machine.
     if address is not None and address.rpartition(":")[0] in _LOOPBACK:
         more = {"coordinator_bind_address": address, **more}

@@ -86,4 +86,8 @@ def as_position(state: Any, position: Position | int | None) -> Position:
         advice = "Pass one, because the state has no step."
         require(step is not None, "position", "a functrain.Position or a step", None, advice)
         position = int(step)
-    return Position(position) if is_integer(position, 0) else require_position(position)
+    if is_integer(position, 0):
+        return Position(position)
+    expected = "a functrain.Position, or a step of at least 0"
+    require(isinstance(position, Position), "position", expected, position, error=TypeError)
+    return require_position(position)

@@ -1,7 +1,7 @@
 """A model that predicts, for programs that have jax."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from functrain import rewrites as rewriting
 from functrain.checkpoint._leaves import cpu_device
 from functrain.common import _repr, _tree
-from functrain.common._checks import require
+from functrain.common._checks import is_number, require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._platform import compiling_for
 from functrain.common._types import PyTree, Step
@@ -91,7 +91,16 @@ def predict(
     """
     to_install = "jax writes such files with flatbuffers: pip install 'functrain[export]'"
     import_optional("flatbuffers", to_install)
+    advice = (
+        "The order is export.predict(path, state, step, inputs), with a step from "
+        "functrain.predict_step(model)."
+    )
+    is_state = not (callable(state) or hasattr(state, "init"))
+    require(is_state, "state", "a pytree of arrays", state, advice, error=TypeError)
     check_predict_step(step)
+    for leaf_path, leaf in _tree.leaves_with_path(inputs):
+        is_array = hasattr(leaf, "dtype") or is_number(leaf)
+        require(is_array, f"inputs: {leaf_path}", "an array or its shape", leaf, error=TypeError)
     target = require_free(path, overwrite=overwrite)
     platforms = _as_platforms(platforms)
     for leaf_path, leaf in _tree.leaves_with_path(state):
@@ -126,6 +135,7 @@ _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
 def _as_platforms(platforms: str | Sequence[str] | None) -> tuple[str, ...]:
     if platforms is None:
         platforms = jax.export.default_export_platform()
+    require_instance("platforms", platforms, str | Iterable, f"some of {PLATFORMS}")
     names = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     is_known = names and set(names) <= set(PLATFORMS)
     require(is_known, "platforms", f"some of {PLATFORMS}", platforms)

@@ -6,7 +6,7 @@ import jax
 
 from functrain.common import _repr
 from functrain.common._checks import require_integer
-from functrain.common._paths import absolute_path
+from functrain.common._paths import absolute_path, make_directory
 from functrain.engine._trigger import at
 from functrain.loop._events import Event
 
@@ -47,6 +47,10 @@ class Profile:
 
     def __repr__(self) -> str:
         return _repr.call(self, directory=self._given_directory, start=self.start, steps=self.steps)
+
+    def begin(self) -> None:
+        """Creates the directory: an unsuitable path fails before the first step."""
+        make_directory(self.directory)
 
     def __call__(self, event: Event, /) -> None:
         """Begins or ends the trace."""

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from functrain.common import _repr
-from functrain.common._checks import require, require_integer
+from functrain.common._checks import require, require_instance, require_integer
 from functrain.common._warnings import warn
 from functrain.loop._events import Event, LogsReady, RunEnd
 
@@ -43,6 +43,7 @@ class TerminateOnNaN:
 
     def __init__(self, *, after: int = 1, monitor: str = "loss") -> None:
         require_integer("after", after)
+        require_instance("monitor", monitor, str, "the name of a value, such as 'loss'")
         self.after, self.monitor, self.resume_key = after, monitor, monitor
         self.step: int | None = None
         # The length of the current series of steps that were not finite.

@@ -287,3 +287,25 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path) -> None:
         done.stdout.splitlines()
         == ["safetensors files need the library: pip install 'functrain[safetensors]'"] * 2
     ), done.stderr
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_damaged_hdf5_file_is_loaded_right_or_refused_in_words(tmp_path, seed) -> None:
+    path, chance = tmp_path / "damaged.h5", np.random.default_rng(seed)
+    state = {"a": {"w": np.arange(6.0), "b": np.ones(3)}, "c": np.arange(4)}
+    with h5py.File(tmp_path / "intact.h5", "w") as file:
+        for name, array in (("a/w", state["a"]["w"]), ("a/b", state["a"]["b"]), ("c", state["c"])):
+            file[name] = array
+    intact = np.frombuffer((tmp_path / "intact.h5").read_bytes(), np.uint8)
+    reasons = []
+    for _ in range(60):
+        content = intact.copy()
+        place = chance.integers(len(content))
+        content[place : place + 4] ^= chance.integers(1, 256, dtype=np.uint8)
+        path.write_bytes(content.tobytes())
+        try:
+            ft.warm_start(state, path)
+        except (ft.CheckpointCorruptError, ft.CheckpointMismatchError) as error:
+            reasons.append(str(error))
+    assert reasons
+    assert all("damaged.h5" in reason for reason in reasons)
