@@ -23,6 +23,16 @@ _EXPECTED = (
     f"{_OWNER}: expected a function that creates a transformation, and its arguments by name: "
     "OptaxOptimizer(optax.adam, learning_rate=1e-3), or a schedule as learning_rate"
 )
+# Settings of Keras's optimizers that the update of a transformation does not use, with those of
+# optax.
+_SETTINGS = {
+    "weight_decay": "optax.add_decayed_weights(...) or optax.adamw",
+    "clipnorm": "optax.clip_by_global_norm(...)",
+    "global_clipnorm": "optax.clip_by_global_norm(...)",
+    "clipvalue": "optax.clip(...)",
+    "use_ema": "functrain.tx.ema(...)",
+    "gradient_accumulation_steps": "optax.MultiSteps(tx, steps)",
+}
 _NUMBER = int | float | jax.Array | np.number | np.ndarray
 
 
@@ -176,6 +186,24 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
             layout=keras_private.variables.layout(owner) if has_owner_shape else None,
             name="_".join(names).replace("/", "_"),
         )
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Raises ValueError: the transformation decides which params decay."""
+        require(
+            False,
+            f"{_OWNER}.exclude_from_weight_decay",
+            "the mask of the transformation instead",
+            var_list or var_names,
+            "Pass a function of the params, as in OptaxOptimizer(optax.adamw, learning_rate=1e-3, "
+            "mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)).",
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; raises ValueError for settings that only Keras's updates use."""
+        advice = f"The transformation does it instead: {_SETTINGS.get(name, '')}."
+        has_effect = name not in _SETTINGS or value in (None, False)
+        require(has_effect, f"{_OWNER}.{name}", "None", value, advice)
+        super().__setattr__(name, value)
 
     @property
     def mapping(self) -> StateMapping:

@@ -191,15 +191,17 @@ _RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRate
 
 
 def require_rate(model: keras.Model, callbacks: Any) -> None:
-    """Raises ValueError for callbacks that need a learning rate which the optimizer does not have.
+    """Raises ValueError for callbacks that ask an OptaxOptimizer for what it does not have.
 
-    Keras would raise it at the end of the first epoch, or later.
+    That is a learning rate, or the settings that the file of a whole model has. Keras would raise
+    it at the end of the first epoch, or later.
     """
     # A LossScaleOptimizer has the optimizer inside it.
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     if not isinstance(optimizer, OptaxOptimizer):
         return
     for callback in flat(callbacks):
+        _require_settings(optimizer, callback)
         sets_rate = isinstance(callback, _RATE_SETTERS)
         if not sets_rate and not isinstance(callback, keras.callbacks.TensorBoard):
             continue
@@ -218,6 +220,20 @@ def require_rate(model: keras.Model, callbacks: Any) -> None:
                 "one that follows a schedule. Pass a number, bridge.OptaxOptimizer(optax.adam, "
                 f"learning_rate=1e-3), or leave {name} out. No step was taken."
             )
+
+
+def _require_settings(optimizer: OptaxOptimizer, callback: Any) -> None:
+    """Raises ValueError if a callback saves whole models, and the optimizer cannot be saved."""
+    is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
+    if not is_checkpoint or callback.save_weights_only:
+        return
+    try:
+        optimizer.get_config()
+    except ValueError as error:
+        raise ValueError(
+            "callbacks: expected ModelCheckpoint(save_weights_only=True) or an optimizer that a "
+            f"file of the whole model can hold. {error} No step was taken."
+        ) from error
 
 
 def require_together(model: keras.Model, callbacks: Any) -> None:

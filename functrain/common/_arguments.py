@@ -69,6 +69,7 @@ def argument_advice(
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         kinds = [p.kind for p in parameters(function).values()]
         keywords = parameters(function).keys()
+        takes_any_keyword = inspect.Parameter.VAR_KEYWORD in kinds
         first = next(iter(parameters(function)))
         name = function.__qualname__.removesuffix(".__init__")
         # `self` is not an argument to the caller, so it is not counted.
@@ -86,7 +87,7 @@ def argument_advice(
                     f"{name}: expected {max_count} positional argument{plural}, got {count}. "
                     f"{positional}"
                 )
-            for keyword in kwargs.keys() - keywords:
+            for keyword in () if takes_any_keyword else kwargs.keys() - keywords:
                 text = advice.get(keyword) or _suggest(keyword, sorted(keywords))
                 raise TypeError(f"{name}: expected no {keyword}=. {text}")
             return function(*args, **kwargs)
