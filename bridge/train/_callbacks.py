@@ -87,6 +87,11 @@ class BatchCallbacks:
         return not (is_known and keras_private.callbacks.ignores_batches(callback))
 
     @property
+    def may_change_model(self) -> bool:
+        """Returns True if callbacks are called at batches that may change the model."""
+        return bool(self._acting_callbacks)
+
+    @property
     def fusible(self) -> bool:
         """Returns True if "auto" may fuse: no callback might have to act on every step."""
         return all(map(self._is_chunk_safe, self._acting_callbacks))

@@ -1,5 +1,6 @@
 """Checks of the arguments of fit, evaluate and predict, before anything is done."""
 
+import numbers
 import warnings
 import weakref
 from typing import Any
@@ -82,11 +83,12 @@ def _warn_of_overrides(model: keras.Model) -> None:
 
 
 def require_arguments(
-    x: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **numbers: Any
+    x: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **counts: Any
 ) -> None:
     """Raises an error for wrong values of the arguments that fit, evaluate and predict share.
 
-    `numbers` are, by the names of the arguments, None or integers of at least 1.
+    `counts` are, by the names of the arguments, None or whole numbers. As in Keras, 0 is the same
+    as None, but for `batch_size`.
     """
     require_fuse(fuse)
     resolve_mode(rewrites)
@@ -94,9 +96,9 @@ def require_arguments(
     advice = "A generator of batches goes into x, and yields (inputs, targets)."
     require(x is not None, "x", "arrays, a dataset, a loader or a generator", x, advice)
     _require_no_loader("x", x)
-    for name, number in numbers.items():
+    for name, number in counts.items():
         if number is not None:
-            require_integer(name, number)
+            require_integer(name, number, 1 if name == "batch_size" else 0)
     _require_callbacks(callbacks)
 
 
@@ -268,7 +270,7 @@ def require_together(model: keras.Model, callbacks: Any) -> None:
 def require_validation_arguments(split: Any, freq: Any) -> None:
     """Raises ValueError for wrong values of `validation_split` and `validation_freq`."""
     # True is an int in Python, and a mistake here.
-    is_number = isinstance(split, int | float) and not isinstance(split, bool)
+    is_number = isinstance(split, numbers.Real) and not isinstance(split, bool)
     is_fraction = split is None or (is_number and 0 <= split < 1)
     expected = "a fraction of the arrays, from 0 to below 1"
     require(is_fraction, "validation_split", expected, split)

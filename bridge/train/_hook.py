@@ -253,7 +253,8 @@ class KerasHook:
         for events in event.batch_info:
             self._steps_in_execution = self._steps_in_execution + 1 if events.end is None else 0
         self.calls.end_chunk(event)
-        self.values.update(event)
+        if self.calls.may_change_model:
+            self.values.update(event)
         self._stop_if_asked(event)
 
     def _end_epoch(self, event: EpochEnd) -> None:

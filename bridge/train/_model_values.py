@@ -58,9 +58,13 @@ class ModelValues:
             return
         if self._has_lost_values():
             self.restore(lambda: self._state)
+        state = self.read()
         # Two variables may share an array, which cannot be donated twice.
-        state = _tree.copy_if_needed(self.read())
-        self.push(state)
+        ids = [id(value) for values in _fields(state) for value in values]
+        if len(set(ids)) < len(ids):
+            state = _tree.copy_if_needed(state)
+            self.push(state)
+        self._state = state
         event.hand_over(state)
 
     def pull(self, event: Event) -> None:
@@ -71,8 +75,8 @@ class ModelValues:
         """
         self.update(event)
         self.are_in_model, self._state = False, None
-        for variables in self._lists:
-            _write(variables, [None] * len(variables))
+        for variables, nothing in zip(self._lists, self._nothing, strict=True):
+            _write(variables, nothing)
 
     def push(self, state: KerasState) -> None:
         """Puts a state into the variables: from here on, they have the values."""
@@ -105,6 +109,7 @@ class ModelValues:
         # The model's properties walk over all layers, which takes longer than a small step.
         lists = variable_lists(self._model)
         self._lists = [list(lists[name]) if name in self._fields else [] for name in FIELDS]
+        self._nothing = [[None] * len(variables) for variables in self._lists]
 
     def _has_changed(self, state: KerasState) -> bool:
         """Returns True if the variables have other arrays than a state."""
