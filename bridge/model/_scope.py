@@ -9,6 +9,7 @@ import keras
 
 from bridge import keras_private
 from functrain.internal import tree as _tree
+from functrain.internal import warn
 
 
 class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
@@ -76,17 +77,45 @@ def initialize_new_variables() -> Iterator[None]:
 def no_side_effects() -> Iterator[None]:
     """Context manager: raises an error if a step assigns Keras variables while it is traced.
 
-    It may be nested.
+    Warns if the step reads variables that are not in its state. It may be nested.
 
     Raises:
       ValueError: The step assigned variables. The message names them; their values are unchanged.
     """
     # A direct call ``model(x)`` assigns statistics and seed counters. In a trace their values would
     # be tracers, after which the model could not be used any more.
-    with initialize_new_variables(), Scope([]) as scope:
+    read: dict[int, Any] = {}
+    with initialize_new_variables(), _record_untracked_reads(read), Scope([]) as scope:
         yield
     scope.require_all_tracked(
         "step: expected a pure function, got one that assigns Keras variables",
         "Apply the model through bridge.from_keras(model), whose variables are in the state. "
         "The model is unchanged.",
     )
+    if read:
+        lines = [f"{v.path}: {_tree.spec(v)}" for v in read.values()]
+        warn(
+            "step: expected it to read variables of its state only. The values of these are "
+            f"compiled in as constants:\n{_tree.bullets(lines)}\nLater assignments to them have "
+            "no effect on the compiled step. If they change, make them variables of the model "
+            "(an attribute of it or of a layer), or pass their values in the batch."
+        )
+
+
+@contextlib.contextmanager
+def _record_untracked_reads(read: dict[int, Any]) -> Iterator[None]:
+    """Context manager: records variables with a value that are read in a scope without one."""
+    original = keras.StatelessScope.get_current_value
+
+    def get_current_value(scope: Any, variable: Any) -> Any:
+        value = original(scope, variable)
+        # A variable without a value of its own was created in the trace, or raises.
+        if value is None and keras_private.trainer_state.read([variable]) != [None]:
+            read[id(variable)] = variable
+        return value
+
+    keras.StatelessScope.get_current_value = get_current_value
+    try:
+        yield
+    finally:
+        keras.StatelessScope.get_current_value = original

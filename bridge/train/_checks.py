@@ -3,6 +3,7 @@
 import numbers
 import warnings
 import weakref
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -87,23 +88,27 @@ def require_arguments(
 ) -> None:
     """Raises an error for wrong values of the arguments that fit, evaluate and predict share.
 
-    `counts` are, by the names of the arguments, None or whole numbers. As in Keras, 0 is the same
-    as None, but for `batch_size`.
+    `counts` are, by the names of the arguments, None or whole numbers. 0 is None, as in Keras.
     """
     require_fuse(fuse)
     resolve_mode(rewrites)
-    require_one_of("verbose", verbose, ("auto", 0, 1, 2))
+    is_number = isinstance(verbose, numbers.Integral)
+    require_one_of("verbose", int(verbose) if is_number else verbose, ("auto", 0, 1, 2))
     advice = "A generator of batches goes into x, and yields (inputs, targets)."
     require(x is not None, "x", "arrays, a dataset, a loader or a generator", x, advice)
     _require_no_loader("x", x)
     for name, number in counts.items():
         if number is not None:
-            require_integer(name, number, 1 if name == "batch_size" else 0)
+            require_integer(name, number, 0)
     _require_callbacks(callbacks)
 
 
-def require_data(x: Any, y: Any = None) -> None:
+def require_data(x: Any, y: Any = None, class_weight: Any = None) -> None:
     """Raises an error for strings, lists of numbers, traced and masked arrays."""
+    if class_weight is not None:
+        expected = "a dict from the number of each class to its weight, such as {0: 1.0, 1: 2.5}"
+        is_dict = isinstance(class_weight, Mapping)
+        require(is_dict, "class_weight", expected, class_weight, error=TypeError)
     require_untraced("x and y", (x, y))
     _require_no_strings(x=x, y=y)
     for name, data in (("x", x), ("y", y)):
@@ -270,7 +275,8 @@ def require_together(model: keras.Model, callbacks: Any) -> None:
 def require_validation_arguments(split: Any, freq: Any) -> None:
     """Raises ValueError for wrong values of `validation_split` and `validation_freq`."""
     # True is an int in Python, and a mistake here.
-    is_number = isinstance(split, numbers.Real) and not isinstance(split, bool)
+    is_scalar = isinstance(split, numbers.Real) or getattr(split, "shape", None) == ()
+    is_number = is_scalar and not isinstance(split, bool)
     is_fraction = split is None or (is_number and 0 <= split < 1)
     expected = "a fraction of the arrays, from 0 to below 1"
     require(is_fraction, "validation_split", expected, split)

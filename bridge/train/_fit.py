@@ -12,7 +12,7 @@ from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
 from bridge.train import _checks
 from bridge.train._batches import keras_batches
-from bridge.train._callbacks import write_in_first_process
+from bridge.train._callbacks import has_keras_tensorboard, write_in_first_process
 from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._loggers import with_loggers
 from bridge.train._memory import Memory
@@ -166,7 +166,7 @@ def fit(
         steps_per_epoch=steps_per_epoch,
         validation_steps=validation_steps,
     )
-    _checks.require_data(own.x, own.y)
+    _checks.require_data(own.x, own.y, own.class_weight)
     data, validation_data = (own.x, own.y, own.sample_weight), own.validation_data
     if own.validation_split and validation_data is None:
         data, validation_data = keras_private.data.split_validation(data, own.validation_split)
@@ -358,15 +358,24 @@ def _callback_list(
     # As in Keras, a CallbackList is used as it is, with or without a progress bar.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
-    return keras.callbacks.CallbackList(
-        callbacks,
-        add_history=add_history,
-        add_progbar=verbose != 0 and jax.process_index() == 0,
-        verbose=verbose,
-        epochs=epochs,
-        steps=batches.steps,
-        model=model,
-    )
+    try:
+        return keras.callbacks.CallbackList(
+            callbacks,
+            add_history=add_history,
+            add_progbar=verbose != 0 and jax.process_index() == 0,
+            verbose=verbose,
+            epochs=epochs,
+            steps=batches.steps,
+            model=model,
+        )
+    except ModuleNotFoundError as error:
+        is_tensorflow = str(error.name).partition(".")[0] == "tensorflow"
+        if is_tensorflow and has_keras_tensorboard(callbacks):
+            error.add_note(
+                "keras.callbacks.TensorBoard needs TensorFlow. functrain.hooks.TensorBoard writes "
+                "the same curves without it, and can be passed in callbacks= as well."
+            )
+        raise
 
 
 def _cap_epochs(epochs: int) -> int:

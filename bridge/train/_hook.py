@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from bridge import keras_private
 from bridge.train._batches import keras_batches
-from bridge.train._callbacks import BatchCallbacks
+from bridge.train._callbacks import BatchCallbacks, flat, note_missing_logs
 from bridge.train._loggers import loggers_among
 from bridge.train._memory import Memory
 from bridge.train._model_values import ModelValues
@@ -27,6 +28,7 @@ from functrain.internal import (
     fetch_rows,
     is_number,
     row_of_step,
+    warn,
 )
 
 # The attribute of a model by which callbacks stop each kind of run.
@@ -119,6 +121,7 @@ class KerasHook:
         # During an evaluation, what `state` returned before the end of the epoch.
         self._state_before_end: dict[str, Any] | None = None
         self._is_finalized = False
+        self._has_warned = False
 
     def __call__(self, event: Event) -> None:
         """Calls the callbacks that an event concerns."""
@@ -283,9 +286,31 @@ class KerasHook:
         evaluated = self.evaluate() if self.is_evaluation_due(event.epoch) else {}
         self._state_before_end = None
         self.logs.update({f"val_{name}": value for name, value in evaluated.items()})
-        self.callbacks.on_epoch_end(event.epoch, self.logs)
+        self._warn_of_loss(event.epoch)
+        try:
+            self.callbacks.on_epoch_end(event.epoch, self.logs)
+        except ValueError as error:
+            note_missing_logs(error, self.callbacks, self.logs)
+            raise
         # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}
+
+    def _warn_of_loss(self, epoch: int) -> None:
+        """Warns once of a loss that is not finite."""
+        # A train_step of the user's may report one for each output.
+        losses = jax.tree.leaves(self.logs.get("loss"))
+        if self._has_warned or all(np.all(np.isfinite(loss)) for loss in losses):
+            return
+        self._has_warned = True
+        # TerminateOnNaN prints its own message.
+        if not any(isinstance(x, keras.callbacks.TerminateOnNaN) for x in flat(self.callbacks)):
+            warn(
+                f"bridge.fit: expected a finite loss, got {self.logs['loss']}, first in epoch "
+                f"{epoch}, counted from 0. Look for NaN in the data, and for labels outside of the "
+                "classes. functrain.inspect.explain_nan(bridge.keras_state(model, batch), "
+                "bridge.train_step(model), batch) names the operation that made it: pass a model "
+                "from before."
+            )
 
     def _end_run(self, event: RunEnd) -> None:
         if jax.process_count() > 1:

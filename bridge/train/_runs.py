@@ -116,7 +116,7 @@ def run_fit(
     quiet: bool,
 ) -> Any:
     """Trains a model and returns its history. The model is whole afterwards, also after errors."""
-    model, callbacks = hook.model, hook.callbacks
+    model = hook.model
     # As in Keras 3.15.1, a fit of no epochs leaves the weights as they are.
     hook.finalizes = epochs > 0
     with contextlib.ExitStack() as stack:
@@ -144,10 +144,6 @@ def run_fit(
         with _finish_at_end(hook, run):
             for _ in run.handle_events(hook, hook.take_logs, signals=signals):
                 pass
-    # TerminateOnNaN prints its own message.
-    terminate = keras.callbacks.TerminateOnNaN
-    if not any(isinstance(x, terminate) for x in getattr(callbacks, "callbacks", ())):
-        _warn_of_loss(model.history)
     return model.history
 
 
@@ -273,20 +269,3 @@ def _warn_of_inexact_resuming(run: Run, hook: KerasHook, evaluation: Evaluation 
         problems.append(f"callbacks: the checkpoint has {missing}, which this fit does not have.")
     for problem in problems:
         warnings.warn(problem, stacklevel=4)
-
-
-def _warn_of_loss(history: keras.callbacks.History) -> None:
-    """Warns of the first epoch whose loss was not finite."""
-    for epoch, loss in zip(history.epoch, history.history.get("loss", ()), strict=False):
-        # A train_step of the user's may report one for each output.
-        if not np.all(np.isfinite(loss)):
-            warnings.warn(
-                f"bridge.fit: expected a finite loss, got {loss}, first in epoch {epoch}, counted "
-                "from 0. Look for NaN in the data, and for labels outside of the classes. "
-                "functrain.inspect.explain_nan(bridge.keras_state(model, batch), "
-                "bridge.train_step(model), batch) names the operation that made it: pass a model "
-                "from before.",
-                # The line that called fit.
-                stacklevel=5,
-            )
-            return

@@ -1,6 +1,7 @@
 """A compiled Keras model's own steps, as functrain steps over a state of pytrees."""
 
 import contextlib
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -94,7 +95,7 @@ class KerasStep(StepTraits):
         require_stateless_rnns(self.model)
         # A layer that is first called inside the trace makes its variables there.
         variables_before = len(self.model.variables)
-        with note_data(self.model, batch):
+        with note_data(self.model, batch), _note_missing_value():
             state, logs = self._train_or_test(state, batch)
         _require_no_new_variables(self.model, variables_before)
         return state, logs
@@ -123,6 +124,26 @@ class KerasStep(StepTraits):
         values = (state.trainable, state.non_trainable)
         outputs, non_trainable = self.model.predict_step(values, batch)
         return state.replace(non_trainable=_cast_like(state.non_trainable, non_trainable)), outputs
+
+
+@contextlib.contextmanager
+def _note_missing_value() -> Iterator[None]:
+    """Context manager: adds to the error of a variable without a value which one it is, and why.
+
+    Keras says "'NoneType' object is not callable".
+    """
+    try:
+        yield
+    except TypeError as error:
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        variable = frames[-1].f_locals.get("self")
+        if isinstance(variable, keras.Variable) and frames[-1].f_code.co_name == "value":
+            error.add_note(
+                f"The step reads {variable.path} outside of its state, as a metric that returns "
+                "the learning rate does. While steps run, variables have no values, as in Keras's "
+                "own fit. Read it in a callback instead.",
+            )
+        raise
 
 
 @contextlib.contextmanager

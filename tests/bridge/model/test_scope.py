@@ -100,7 +100,8 @@ def test_the_guard_may_be_entered_under_itself() -> None:
             model(x, training=True)
         return model(x)  # reads only: the outer guard has nothing to refuse
 
-    np.testing.assert_array_equal(guarded(outer, X), model(X))
+    with pytest.warns(UserWarning, match="(?s)compiled in as constants.*moving_mean"):
+        np.testing.assert_array_equal(guarded(outer, X), model(X))
     np.testing.assert_array_equal(jax.tree.leaves(before), jax.tree.leaves(snapshot(model)))
 
 
@@ -131,3 +132,40 @@ def test_an_error_under_the_guard_comes_out_as_it_is() -> None:
     with keras.StatelessScope():
         pass
     assert keras.Variable(1.0).value == 1.0  # no scope is left open
+
+
+def annealed(variable: keras.Variable) -> Any:
+    return lambda y, outputs: variable * keras.ops.mean((y - outputs) ** 2, -1)
+
+
+def fit_by_bridge(model: keras.Model, loss: Any) -> None:
+    model.compile("sgd", loss)
+    bridge.fit(model, X, Y, verbose=0)
+
+
+def train_by_functrain(model: keras.Model, loss: Any) -> None:
+    tx = optax.sgd(0.1)
+    loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss(loss))
+    ft.fit(bridge.create_state(model, tx), ft.train_step(loss_fn, tx), [(X, Y)], verbose=0)
+
+
+@pytest.mark.parametrize("way", [fit_by_bridge, train_by_functrain])
+def test_a_variable_that_nobody_tracks_is_told_as_a_constant(way: Any) -> None:
+    model = keras.Sequential([keras.Input((3,)), layers.Dropout(0.1, seed=1), layers.Dense(3)])
+    weight = keras.Variable(2.0, name="annealed")
+    with pytest.warns(UserWarning, match=r"(?s)compiled in as constants:.*annealed: float32\[\]"):
+        way(model, annealed(weight))
+
+
+@pytest.mark.parametrize("way", [fit_by_bridge, train_by_functrain])
+def test_a_variable_that_the_model_tracks_is_not(way: Any) -> None:
+    class Scaled(layers.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = self.add_weight(trainable=False, initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return x * self.scale
+
+    model = keras.Sequential([keras.Input((3,)), Scaled(), layers.BatchNormalization()])
+    way(model, annealed(model.layers[0].scale) if way is fit_by_bridge else "mse")

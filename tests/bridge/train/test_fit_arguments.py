@@ -2,6 +2,9 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
+import fractions
+import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,11 +32,11 @@ def compiled(**kwargs: Any) -> keras.Model:
         ({"epochs": "3"}, "epochs: expected an integer of at least 0, got '3'"),
         ({"epochs": 2.0}, "epochs: expected an integer of at least 0, got 2.0"),
         ({"initial_epoch": -1}, "initial_epoch: expected an integer of at least 0, got -1"),
-        ({"batch_size": "32"}, "batch_size: expected an integer of at least 1"),
-        ({"batch_size": 0}, "batch_size: expected an integer of at least 1, got 0"),
+        ({"batch_size": "32"}, "batch_size: expected an integer of at least 0"),
+        ({"batch_size": -1}, "batch_size: expected an integer of at least 0, got -1"),
         ({"steps_per_epoch": 1.5}, "steps_per_epoch: expected an integer"),
         ({"validation_steps": "2"}, "validation_steps: expected an integer"),
-        ({"validation_batch_size": 0}, "validation_batch_size: expected an integer"),
+        ({"validation_batch_size": -1}, "validation_batch_size: expected an integer"),
         ({"verbose": "loud"}, "verbose: expected 'auto', 0, 1 or 2, got 'loud'"),
         ({"verbose": 3}, "verbose: expected 'auto', 0, 1 or 2, got 3"),
         ({"verbose": None}, "verbose: expected 'auto', 0, 1 or 2, got None"),
@@ -111,7 +114,7 @@ def test_a_fit_within_jit_is_told_that_it_runs_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
-@pytest.mark.parametrize("arguments", [{"batch_size": "32"}, {"steps": 0}, {"verbose": "loud"}])
+@pytest.mark.parametrize("arguments", [{"batch_size": "32"}, {"steps": -1}, {"verbose": "loud"}])
 def test_evaluate_and_predict_refuse_them_too(method: str, arguments: Any) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(arguments))}: expected"):
         getattr(bridge, method)(compiled(), X, **arguments)
@@ -294,3 +297,93 @@ def test_optimizers_are_shown_in_a_line() -> None:
     shown = repr(bridge.OptaxOptimizer(optax.adam, learning_rate=0.1))
     assert shown == "OptaxOptimizer(adam, learning_rate=0.1)"
     assert "0x" not in repr(bridge.OptaxOptimizer(optax.adam(SCHEDULE)))
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        *[("fit", {"validation_split": x}) for x in (np.float32(0.2), np.float16(0.25))],
+        ("fit", {"validation_split": np.array(0.2)}),
+        ("fit", {"validation_split": fractions.Fraction(1, 5)}),
+        ("fit", {"steps_per_epoch": 0}),
+        ("fit", {"steps_per_epoch": np.int64(2)}),
+        *[("fit", {"batch_size": size}) for size in (0, 200, np.int32(7))],
+        *[("fit", {"validation_data": "same", "validation_steps": n}) for n in (0, np.int64(1))],
+        *[("fit", {"validation_data": "same", "validation_batch_size": n}) for n in (0, 200)],
+        ("fit", {"verbose": np.int64(0)}),
+        *[("evaluate", {"steps": n}) for n in (0, np.int64(2))],
+        *[(method, {"batch_size": 200}) for method in ("evaluate", "predict")],
+        *[("predict", {"steps": n}) for n in (0, np.int64(2))],
+    ],
+    ids=str,
+)
+def test_numbers_that_keras_takes_are_taken(method: str, arguments: dict[str, Any]) -> None:
+    results = []
+    for owner, more in ((bridge, {"rewrites": "exact"}), (keras.Model, {})):
+        keras.utils.set_random_seed(0)
+        model, kwargs = compiled(), dict(arguments)
+        data = {"x": X} if method == "predict" else {"x": X, "y": Y}
+        if "validation_data" in kwargs:
+            kwargs["validation_data"] = (X, Y)
+        if method == "fit":
+            kwargs["epochs"] = 2
+        result = getattr(owner, method)(model, **{"verbose": 0, **data, **kwargs, **more})
+        results.append(result.history if method == "fit" else result)
+    np.testing.assert_equal(*results)
+
+
+@pytest.mark.parametrize("value", ["balanced", [1.0, 2.0]])
+def test_class_weights_are_a_dict(value: Any) -> None:
+    with pytest.raises(TypeError, match="class_weight: expected a dict"):
+        bridge.fit(compiled(), X, Y, class_weight=value)
+
+
+def test_a_stateful_rnn_is_refused_before_a_callback_begins(tmp_path: Any) -> None:
+    path = tmp_path / "log.csv"
+    path.write_text("epoch,loss\n0,1.0\n")
+    model = keras.Sequential(
+        [keras.Input((4, 3), batch_size=8), keras.layers.LSTM(2, stateful=True)]
+    )
+    model.compile("sgd", "mse")
+    x, y = np.zeros((8, 4, 3), np.float32), np.zeros((8, 2), np.float32)
+    logger = keras.callbacks.CSVLogger(path)
+    with pytest.raises(ValueError, match="expected stateful=False"):
+        bridge.fit(model, x, y, batch_size=8, callbacks=[logger])
+    assert path.read_text() == "epoch,loss\n0,1.0\n"
+    begun = keras.callbacks.LambdaCallback()
+    begun.on_test_begin = lambda logs=None: pytest.fail("it began")
+    with pytest.raises(ValueError, match="expected stateful=False"):
+        bridge.evaluate(model, x, y, batch_size=8, callbacks=[begun])
+
+
+def test_a_monitored_name_that_is_misspelled_is_told() -> None:
+    stopping = keras.callbacks.EarlyStopping("val_los")
+    with pytest.raises(ValueError, match="val_los") as error:
+        bridge.fit(compiled(), X, Y, validation_split=0.2, verbose=0, callbacks=[stopping])
+    assert any("Did you mean 'val_loss'?" in note for note in error.value.__notes__)
+
+
+def test_tensorboard_without_tensorflow_points_to_the_one_without(monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        bridge.fit(compiled(), X, Y, verbose=0, callbacks=[keras.callbacks.TensorBoard("nowhere")])
+    assert any("functrain.hooks.TensorBoard" in note for note in error.value.__notes__)
+
+
+def test_a_metric_that_reads_the_rate_is_told_what_it_reads() -> None:
+    optimizer = keras.optimizers.Adam(0.01)
+    model = compiled(optimizer=optimizer, metrics=[lambda y, outputs: optimizer.learning_rate])
+    with pytest.raises(TypeError) as error:
+        bridge.fit(model, X, Y, verbose=0)
+    assert any("reads adam/learning_rate" in note for note in error.value.__notes__)
+
+
+def test_a_loss_that_is_not_finite_is_told_in_its_epoch() -> None:
+    told: list[int] = []
+    epochs = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: told.append(epoch))
+    x = np.full_like(X, np.nan)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="expected a finite loss, got nan, first in epoch 0"):
+            bridge.fit(compiled(), x, Y, epochs=3, verbose=0, callbacks=[epochs])
+    assert not told
