@@ -26,6 +26,7 @@ def repeat(
     unroll: int = 1,
     *,
     scalar_rows: bool = False,
+    unfused: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Applies ``body(carry, x) -> (carry, y)`` to the first n of K stacked inputs, in turn.
 
@@ -44,6 +45,8 @@ def repeat(
       unroll: Passed to `lax.scan`; used only if n is None.
       scalar_rows: Keep the scalars of the carry and of y in the rows of one array, which saves
         kernels on GPUs; used only if n is None.
+      unfused: Keep the compiler from fusing the body with the loop's index into `stacked`, so that
+        it computes the bits that it has outside of a loop; used only if n is given.
 
     Returns:
       The carry after n applications, and the y stacked `[K, ...]`, zeros from row n on.
@@ -74,9 +77,21 @@ def repeat(
         # another way, which changes the last bits. With two rows it cannot know.
         stacked = jax.tree.map(lambda x: jnp.concatenate([x, x]), stacked)
 
+    def take(i: jax.Array) -> PyTree:
+        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
+
     def run_step(i: jax.Array, loop_state: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         carry, rows = loop_state
-        x = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), stacked)
+        if unfused:
+            # The smaller of the two is i. XLA compiles a small loop into one function, where it
+            # orders sums of products differently, but not if the loop has a sort (jax 0.12).
+            i = jnp.sort(jnp.stack([i, n]))[0]
+            # XLA fuses nothing with a branch, and it cannot know that this one is always taken. It
+            # would fuse the index with products of a matrix and a vector, and with sums, and order
+            # those differently. (XLA drops `lax.optimization_barrier` on CPUs.)
+            x = lax.cond(n > 0, take, lambda i: take(jnp.zeros_like(i)), i)
+        else:
+            x = take(i)
         carry, y = run(carry, x)
         rows = jax.tree.map(
             lambda row, y: lax.dynamic_update_index_in_dim(row, jnp.asarray(y, row.dtype), i, 0),
