@@ -179,7 +179,7 @@ def restore_leaf(path: str, like: Any, read: Reader) -> Any:
     # An array of NumPy stays one, and a scalar stays a scalar.
     if isinstance(like, np.ndarray | np.generic):
         return read() if isinstance(like, np.ndarray) else read()[()]
-    plain = jax.eval_shape(jax.random.key_data, like) if _tree.is_key(like) else like
+    plain = jax.eval_shape(lambda x: jax.random.key_data(x), like) if _tree.is_key(like) else like
     if jax.dtypes.canonicalize_dtype(plain.dtype) != plain.dtype:
         raise ValueError(
             f"{path}: expected {plain.dtype}, got jax with 64-bit types disabled. Set "

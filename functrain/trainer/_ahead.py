@@ -68,7 +68,7 @@ def look_ahead(
       Exception: Whatever tracing an evaluation raises.
     """
     # Most fits need no shapes of the state.
-    abstract_state = functools.cache(lambda: jax.eval_shape(_tree.copy, state))
+    abstract_state = functools.cache(lambda: jax.eval_shape(lambda: _tree.copy(state)))
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
     # A step without metrics may report no loss, so its names are unknown here.
     names_of_epochs = names.copy() if isinstance(step, MeteredStep) else set()
@@ -146,8 +146,10 @@ def _require_evaluation(
     try:
         for shape in shapes:
             with tracing_guards(hook.step):
-                carry = jax.eval_shape(hook.step.start, abstract_state())
-                jax.eval_shape(hook.step, carry, shape)
+                # A new function: jax keeps what it has traced for as long as the function lives.
+                jax.eval_shape(
+                    lambda s, x: hook.step(hook.step.start(s), x), abstract_state(), shape
+                )
     except Exception as error:
         error.add_note(
             f"The error was raised while the evaluation of {hook.batches.name} was traced, before "

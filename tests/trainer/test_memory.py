@@ -1,9 +1,15 @@
 """A fit needs the memory of a loop by hand, and its history that of its numbers."""
 
+import gc
 import subprocess
 import sys
 
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+
+import functrain as ft
 
 HELPERS = """
 import sys, jax, jax.numpy as jnp, numpy as np, optax, functrain as ft
@@ -72,3 +78,22 @@ def test_history_of_a_million_single_steps_takes_megabytes() -> None:
 @pytest.mark.long
 def test_a_state_handed_over_takes_the_memory_of_a_loop_by_hand() -> None:
     assert printed(STATE, "fit") < printed(STATE, "by hand") + 0.6  # a copy is 1
+
+
+def test_fits_that_evaluate_leave_nothing_behind() -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
+
+    tx = optax.sgd(0.1)
+    step, measure = ft.train_step(loss_fn, tx), ft.eval_step(loss_fn)
+    data = ft.ArrayLoader(np.ones((4, 3), np.float32), 2)
+
+    def objects_after(fits: int) -> int:
+        for _ in range(fits):
+            state = ft.TrainState.create(params={"w": jnp.ones(3)}, tx=tx)
+            ft.fit(state, step, data, eval_data=data, eval_step=measure, verbose=0)
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = objects_after(3)
+    assert objects_after(10) - before < 10 * 5
