@@ -78,7 +78,8 @@ def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:
     leading = values.shape[: weight.ndim]
     fits = len(leading) == weight.ndim and all(map(_broadcasts, weight.shape, leading))
     expected = f"the leading axes of the losses, {_tree.spec(values)}"
-    require(fits, "sample_weight", expected, weight)
+    advice = "A metric whose values have other axes takes weighted=False."
+    require(fits, "sample_weight", expected, weight, advice)
     return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
 
 

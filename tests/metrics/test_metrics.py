@@ -169,6 +169,15 @@ def test_a_mean_counts_only_the_values_where_a_condition_holds() -> None:
     assert running(metric, batches) == pytest.approx((1 + 3 * 3 + 2 * 5) / (1 + 3 + 2))
 
 
+def test_weights_of_other_axes_than_the_values_are_refused_with_the_way_out() -> None:
+    aux = ft.Aux(outputs=jnp.ones((4, 3)), sample_weight=np.ones((4, 3), np.float32))
+    of_rows = ft.metrics.mean(lambda o, y: o.sum(-1))
+    with pytest.raises(ValueError, match=r"sample_weight: .*float32\[4, 3\].*weighted=False"):
+        of_rows.update(of_rows.init(), (), aux, None)
+    of_all = ft.metrics.mean(lambda o, y: o.sum(-1), weighted=False)
+    assert of_all.compute(of_all.update(of_all.init(), (), aux, None)) == 3
+
+
 def test_a_mean_of_no_values_is_nan() -> None:
     metric = ft.metrics.mean(lambda o, y: o, where=lambda o, y: jnp.zeros(o.shape, bool))
     assert np.isnan(running(metric, [(np.ones(3, np.float32), np.ones(3), None)]))
