@@ -143,8 +143,8 @@ def warm_start(
     expected = "a function from paths in the file to paths in the state"
     is_rename = rename is None or callable(rename)
     require(is_rename, "rename", expected, rename, error=TypeError)
-    take_patterns = None if take is None else _as_patterns("take", take)
-    skip_patterns = _as_patterns("skip", skip)
+    take_patterns = None if take is None else _patterns.as_patterns("take", take)
+    skip_patterns = _patterns.as_patterns("skip", skip)
     requested, skipped = [], []
     copied = _copied_params(state, leaves)
     merged = merged_paths(leaves, with_lora=True)
@@ -282,15 +282,6 @@ def _summary_line(label: str, paths: Collection[str], unit: str) -> str:
         if len(line) <= 80:
             return line
     return line if len(line) <= 80 else f"{line[:77]}..."
-
-
-def _as_patterns(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
-    expected = "a pattern of paths, such as 'params/**', or a list of them"
-    require_instance(name, value, str | Iterable, expected)
-    patterns = (value,) if isinstance(value, str) else tuple(value)
-    for pattern in patterns:
-        require_instance(name, pattern, str, "patterns, such as 'params/**'")
-    return patterns
 
 
 def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) -> dict[str, str]:

@@ -4,6 +4,8 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
+from functrain.common._checks import require_instance
+
 
 def matches(pattern: str, path: str) -> bool:
     """Returns True if a pattern matches a path.
@@ -30,6 +32,25 @@ def _matches(pattern: Sequence[str], parts: Sequence[str]) -> bool:
         return any(_matches(pattern[1:], parts[i:]) for i in range(len(parts) + 1))
     first = bool(parts) and fnmatch.fnmatchcase(parts[0], pattern[0])
     return first and _matches(pattern[1:], parts[1:])
+
+
+def as_patterns(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
+    """Returns an argument of one or more patterns as a tuple; raises TypeError for anything else.
+
+    Args:
+      name: The name of the argument.
+      value: A pattern, or a sequence of them.
+
+    Examples:
+      >>> as_patterns("take", "params/**"), as_patterns("take", ["a", "b"])
+      (('params/**',), ('a', 'b'))
+    """
+    patterns = (value,) if isinstance(value, str) else value
+    expected = "patterns, such as 'params/**'"
+    require_instance(name, patterns, Collection, expected)
+    for pattern in patterns:
+        require_instance(name, pattern, str, expected)
+    return tuple(patterns)
 
 
 def any_matches(patterns: Iterable[str], path: str) -> bool:

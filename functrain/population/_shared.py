@@ -8,19 +8,11 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from functrain.common import _patterns, _tree
-from functrain.common._checks import require_instance, require_no_problems
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 from functrain.metrics._metric import Metered
 from functrain.rewrites._equations import find_producer, is_entered
 from functrain.step._state import TrainState
-
-
-def as_patterns(shared: str | Sequence[str]) -> tuple[str, ...]:
-    """Returns the argument `shared` as a tuple of patterns."""
-    patterns = (shared,) if isinstance(shared, str) else tuple(shared)
-    for pattern in patterns:
-        require_instance("shared", pattern, str, "patterns, such as 'model_state/frozen/**'")
-    return patterns
 
 
 def split_states(

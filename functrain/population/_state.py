@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain.common import _repr, _tree
+from functrain.common import _patterns, _repr, _tree
 from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, require, require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
-from functrain.population._shared import as_patterns, join, split_states
+from functrain.population._shared import join, split_states
 from functrain.step._state import TrainState, require_key
 
 
@@ -207,7 +207,7 @@ def stack(states: Sequence[PyTree], *, shared: str | Sequence[str] = ()) -> Popu
 
 
 def _stack(states: Iterable[PyTree], shared: str | Sequence[str]) -> PopulationState:
-    own_leaves, shared_leaves = split_states(states, as_patterns(shared))
+    own_leaves, shared_leaves = split_states(states, _patterns.as_patterns("shared", shared))
     # Copied, since a run may donate the population's buffers and the caller keeps the states.
     own_leaves = [_tree.copy(state) for state in own_leaves]
     for i, state in enumerate(own_leaves):

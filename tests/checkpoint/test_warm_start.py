@@ -329,8 +329,15 @@ def test_patterns_of_the_state_are_told_to_rename_the_paths_of_the_file(tmp_path
 
 
 def test_arguments_of_another_kind_are_named(old) -> None:
-    with pytest.raises(TypeError, match="take: expected patterns"):
-        ft.warm_start(create(), old, take=[1])
+    for take in ([1], 3):
+        with pytest.raises(TypeError, match="take: expected patterns"):
+            ft.warm_start(create(), old, take=take)
+    with pytest.raises(TypeError, match=r"source: expected a path.*got None\.$"):
+        ft.warm_start(create(), None)
+    with pytest.raises(TypeError, match="rename: expected a function"):
+        ft.warm_start(create(), old, rename="params")
+    with pytest.raises(ValueError, match="cast: expected True or False"):
+        ft.warm_start(create(), old, cast="float32")
     with pytest.raises(TypeError, match=r"rename\('.*'\): expected a path, got NoneType"):
         ft.warm_start(create(), old, rename=lambda path: None)
 

@@ -266,7 +266,7 @@ def test_early_stopping_names_the_values_there_are() -> None:
         (lambda: ft.at(), "one or more steps from 1 on"),
         (lambda: ft.at(0), "one or more steps from 1 on"),
         (lambda: ft.hooks.EarlyStopping(mode="least"), "mode: expected 'auto', 'min' or"),
-        (lambda: ft.hooks.EarlyStopping(patience=-1), "expected 0 or more"),
+        (lambda: ft.hooks.EarlyStopping(patience=-1), "patience: .*0 or more, got -1"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(make, message) -> None:

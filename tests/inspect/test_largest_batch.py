@@ -67,7 +67,7 @@ def sizes_tried_on(room: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(examples)
         temporaries = 70 * min(examples, 200) if examples <= 560 else 70 * examples
         chip = chip_with(room).chip
-        return ft.inspect.Memory(1, {"w": 1000}, {}, 0, 0, 0, 0, temporaries, chip=chip)
+        return ft.inspect.Memory(1, {"w": 1000}, {}, 0, 0, 0, temporaries, chip=chip)
 
     monkeypatch.setattr("functrain.inspect._largest_batch.memory", memory)
     return sizes
@@ -94,7 +94,7 @@ def test_sizes_right_below_one_that_does_not_fit_are_not_tried(
         tried.append(examples := shapes[0].shape[0])
         total = np.interp(examples, list(measured), list(measured.values()))
         chip = chip_with(int(79.1e9)).chip
-        return ft.inspect.Memory(1, {"w": 10**9}, {}, 0, 0, 0, 0, int(1e9 * total - 1e9), chip=chip)
+        return ft.inspect.Memory(1, {"w": 10**9}, {}, 0, 0, 0, int(1e9 * total - 1e9), chip=chip)
 
     monkeypatch.setattr("functrain.inspect._largest_batch.memory", memory)
     found = ft.inspect.largest_batch(STATE, step, batch(512), target=ft.target())

@@ -194,7 +194,7 @@ def test_a_close_fit_says_what_is_not_counted(free: int, lines: int) -> None:
 
 
 def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"step: expected .* got the loss"):
+    with pytest.raises(TypeError, match=r"step: expected .* got loss_fn"):
         ft.inspect.memory(create(), loss_fn, BATCH)  # type: ignore[arg-type]  # it is refused
     with pytest.raises(
         TypeError,
