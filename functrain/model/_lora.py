@@ -26,16 +26,18 @@ def lora(
     model: Model,
     *patterns: str,
     rank: int,
+    train: str | Sequence[str] = (),
     alpha: float | None = None,
     base_dtype: Literal["int8"] | None = None,
     factored: bool = False,
 ) -> Model:
-    """Returns the model with all params frozen and trained low-rank matrices added to some (LoRA).
+    """Returns the model with its params frozen and trained low-rank matrices added to some (LoRA).
 
     A matrix `w` that a pattern matches is replaced by ``w + alpha / rank * (a @ b)`` of the trained
     adapters `a` and `b`. Initially `b` is zero, so that the model computes what the given one does.
-    Only the adapters have gradients and optimizer state, and they are saved by themselves:
-    ``ft.save(path, state.params)``. The params of the given model, its base, are in `model_state`.
+    Only the adapters, and the params of `train`, have gradients and optimizer state, and they are
+    saved by themselves: ``ft.save(path, state.params)``. The other params of the given model, its
+    base, are in `model_state`.
 
     An array with more than two axes is a matrix as well: its first axes count as inputs and the
     others as outputs, divided where the adapters are smallest, and where that is a tie, as late as
@@ -57,8 +59,10 @@ def lora(
       rank: The number of columns of `a`, at least 1 and at most the number of inputs or outputs of
         each matrix. `a` is `[*inputs, rank]`, initialized as He uniform; `b` is `[rank, *outputs]`.
         Both are float32, or wider if the matrix is.
+      train: Patterns of the paths of params that are trained whole, without adapters, such as a new
+        head: ``lora(model, "encoder/**", rank=8, train="head/**")``.
       alpha: The sum has the factor ``alpha / rank``. By default, alpha is the rank, as in Keras.
-      base_dtype: "int8" stores each adapted matrix as ``{"values": i8[...], "scale": ...}``,
+      base_dtype: "int8" stores each adapted matrix as a pair ``(values: i8[...], scale)``,
         rounded symmetrically, with one scale for each output in the dtype of the matrix. `apply`
         uses their product. None keeps the base as it is.
       factored: True computes products with an adapted matrix as ``x @ w + (x @ a) @ b``, without
@@ -69,14 +73,15 @@ def lora(
 
     Returns:
       A model whose ``init`` returns the adapters, ``{"a": ..., "b": ...}`` in place of each adapted
-      matrix and None in place of other params, and the model_state ``{"frozen": the base, "model":
-      model_state of the given model, "lora_scale": f32[], alpha / rank}``. `merge_lora` adds the
-      adapters to the base.
+      matrix, the params of `train`, and None in place of other params. The model_state is
+      ``{"frozen": the base, "model": model_state of the given model, "lora_scale": f32[], alpha /
+      rank}``. `merge_lora` adds the adapters to the base.
 
     Raises:
       TypeError: `model` is not a Model.
       ValueError: No pattern is given, or `rank`, `alpha` or `base_dtype` is invalid. From ``init``:
-        a pattern matches no param, or no floating-point matrix; or a matrix is smaller than `rank`.
+        a pattern matches no param, or no floating-point matrix that is not trained whole; or a
+        matrix is smaller than `rank`.
         From ``apply``: `model_state` does not come from a model of `lora`.
 
     References:
@@ -105,17 +110,24 @@ def lora(
     require(is_valid, "alpha", "a positive number, or None for the rank", alpha)
     require_one_of("base_dtype", base_dtype, ("int8", None))
     require_flags(factored=factored)
+    whole_patterns = [train] if isinstance(train, str) else train
+    are_texts = isinstance(whole_patterns, Sequence) and all(
+        isinstance(pattern, str) for pattern in whole_patterns
+    )
+    require(are_texts, "train", 'patterns, such as "head/**"', train)
     scale = 1.0 if alpha is None else alpha / rank
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
-        base, model_state = model.init(key, inputs)
+        params, model_state = model.init(key, inputs)
+        whole, base = _split_whole(params, whole_patterns)
         paths = _adapted_paths(base, patterns, rank)
         adapters = _create_adapters(key, base, paths, rank)
         if base_dtype is not None:
             base = _map_adapted(lambda adapter, w: _quantize(w), adapters, base)
         # Returned as an array, so that `merge_lora` needs nothing but the state.
         lora_scale = jnp.asarray(scale, jnp.float32)
-        return adapters, {"frozen": base, "model": model_state, "lora_scale": lora_scale}
+        trained = jax.tree.map(_first_present, whole, adapters, is_leaf=_is_none)
+        return trained, {"frozen": base, "model": model_state, "lora_scale": lora_scale}
 
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
         expected = "{'frozen': ..., 'model': ..., 'lora_scale': ...}"
@@ -175,6 +187,34 @@ def merge_lora(state: StateT) -> StateT:
 def is_lora(state: Any) -> bool:
     """Returns True if a state belongs to a model of `lora`."""
     return has_base(state.model_state)
+
+
+def _split_whole(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
+    """Returns the params that are trained whole, and the others, each with None for the rest.
+
+    Raises:
+      ValueError: A pattern matches no param.
+    """
+    paths = list(dict(_tree.leaves_with_path(params)))
+    for pattern in patterns:
+        _patterns.require_match("train", pattern, paths)
+
+    def select(is_whole: bool) -> PyTree:
+        def keep(path: Any, w: Any) -> Any:
+            matches = _patterns.any_matches(patterns, _tree.path_str(path))
+            return w if matches is is_whole else None
+
+        return jax.tree_util.tree_map_with_path(keep, params)
+
+    return select(True), select(False)
+
+
+def _first_present(whole: Any, adapter: Any) -> Any:
+    return adapter if whole is None else whole
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
 
 
 def _adapted_paths(base: PyTree, patterns: Sequence[str], rank: int) -> list[str]:
@@ -244,21 +284,35 @@ def _create_adapters(key: jax.Array, base: PyTree, paths: Sequence[str], rank: i
     return jax.tree_util.tree_map_with_path(create, base)
 
 
+class _Quantized(NamedTuple):
+    """A matrix in int8.
+
+    Attributes:
+      values: `i8[...]`, with the shape of the matrix.
+      scale: The factor of each output, in the dtype of the matrix.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
 def _map_adapted(function: Any, adapters: PyTree, base: PyTree) -> PyTree:
-    """Returns the base with ``function(adapter, w)`` in place of each adapted matrix."""
+    """Returns all params: ``function(adapter, w)`` for adapted matrices, others as they are.
 
-    def is_adapter(x: Any) -> bool:
-        # No other dict of the adapters has arrays: there are none but `a` and `b`.
-        has_names = isinstance(x, dict) and x.keys() == {"a", "b"}
-        return has_names and all(jax.tree_util.all_leaves([leaf]) for leaf in x.values())
+    A param that is trained whole is in `adapters`, and None in the base.
+    """
 
-    def apply(adapter: Any, w: Any) -> Any:
-        return w if adapter is None else function(adapter, w)
+    def apply(w: Any, adapter: Any) -> Any:
+        if w is None or adapter is None:
+            return adapter if w is None else w
+        return function(adapter, w)
 
-    return jax.tree.map(apply, adapters, base, is_leaf=lambda x: x is None or is_adapter(x))
+    return jax.tree.map(
+        apply, base, adapters, is_leaf=lambda w: w is None or isinstance(w, _Quantized)
+    )
 
 
-def _quantize(w: Any) -> dict[str, jax.Array]:
+def _quantize(w: Any) -> _Quantized:
     """Returns a matrix as int8 with one scale for each output, rounded symmetrically."""
     w = jnp.asarray(w)
     inputs = tuple(range(_first_output(w.shape)))
@@ -273,13 +327,12 @@ def _quantize(w: Any) -> dict[str, jax.Array]:
     scale = jnp.where(scale > 0, scale, jnp.ones_like(scale))
     # In half precision the quotients would be rounded as well, before they are rounded to integers.
     values = jnp.round(wide / _tree.at_least_float32(scale)).astype(jnp.int8)
-    return {"values": values, "scale": scale}
+    return _Quantized(values, scale)
 
 
 def _dequantize(w: Any) -> jax.Array:
-    # At the place of a matrix, a dict is what `_quantize` returned.
-    if isinstance(w, dict):
-        w = w["values"].astype(w["scale"].dtype) * w["scale"]
+    if isinstance(w, _Quantized):
+        w = w.values.astype(w.scale.dtype) * w.scale
     return jnp.asarray(w)
 
 

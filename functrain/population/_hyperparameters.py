@@ -125,8 +125,9 @@ def _require_not_scheduled(path: str, paths: list[str]) -> None:
     if any(other.startswith(f"{schedule_path}/") for other in paths):
         raise ValueError(
             f"hyperparameters: expected a number at {path}, got a schedule, which would overwrite "
-            "it at the next step. Inject a factor instead, as in optax.chain(optax.adam(schedule), "
-            "optax.inject_hyperparams(optax.scale)(step_size=1.0))."
+            "it at the next step. Inject the factor of a schedule instead, as in "
+            "optax.inject_hyperparams(lambda peak: optax.adam(lambda count: peak * "
+            "schedule(count)))(peak=1e-3)."
         )
 
 

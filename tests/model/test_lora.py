@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -171,15 +172,15 @@ def test_int8_is_within_half_a_step_of_each_output() -> None:
     kernel[:, 1, 2] = 0
     _, model_state = ft.lora(by_hand(kernel), "**", rank=2, base_dtype="int8").init(KEY, X)
     stored = model_state["frozen"]["kernel"]
-    assert stored["values"].dtype == jnp.int8
+    assert stored.values.dtype == jnp.int8
     steps = np.abs(kernel).max(0, keepdims=True) / 127
-    assert stored["scale"].shape == steps.shape
-    np.testing.assert_allclose(stored["scale"][steps > 0], steps[steps > 0], rtol=1e-6)
-    error = np.abs(stored["values"] * np.float64(stored["scale"]) - kernel)
+    assert stored.scale.shape == steps.shape
+    np.testing.assert_allclose(stored.scale[steps > 0], steps[steps > 0], rtol=1e-6)
+    error = np.abs(stored.values * np.float64(stored.scale) - kernel)
     assert (error <= steps / 2 * 1.00001).all()
     # Keras rounds in the same way.
     theirs, _ = keras.quantizers.abs_max_quantize(kernel, axis=0)
-    np.testing.assert_array_equal(theirs[:, steps[0] > 0], stored["values"][:, steps[0] > 0])
+    np.testing.assert_array_equal(theirs[:, steps[0] > 0], stored.values[:, steps[0] > 0])
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -188,9 +189,9 @@ def test_int8_of_half_precision_is_within_half_a_step(dtype) -> None:
     kernel = jnp.asarray(kernel, dtype)
     _, model_state = ft.lora(by_hand(kernel), "**", rank=2, base_dtype="int8").init(KEY, X)
     stored = model_state["frozen"]["kernel"]
-    assert stored["scale"].dtype == dtype
-    scale = np.float64(stored["scale"])
-    error = np.abs(stored["values"] * scale - np.float64(kernel))
+    assert stored.scale.dtype == dtype
+    scale = np.float64(stored.scale)
+    error = np.abs(stored.values * scale - np.float64(kernel))
     assert (error <= scale / 2 * 1.00001).all()
 
 
@@ -442,3 +443,58 @@ def test_a_state_with_the_model_that_was_wrapped_is_told_which_one_to_pass(
     state = create(wrap(model))
     with pytest.raises(ValueError, match=rf"model_state: expected (.*\n)*.*{advice}"):
         model.apply(state.params, state.model_state, X)
+
+
+PARTS = {
+    "body": {"kernel": jnp.asarray(np.random.default_rng(5).normal(size=(4, 4)), jnp.float32)},
+    # Keys like those of an adapter.
+    "head": {"a": jnp.full((4, 2), 0.1), "b": jnp.zeros(2)},
+}
+
+
+def apply_parts(params, model_state, x, *, rng=None, training=False):
+    hidden = jnp.tanh(x @ params["body"]["kernel"])
+    return ft.ModelOutput(hidden @ params["head"]["a"] + params["head"]["b"], model_state)
+
+
+@pytest.mark.parametrize("how", [{}, {"factored": True}, {"base_dtype": "int8"}])
+@pytest.mark.parametrize("pattern", ["body/**", "**"])
+def test_a_new_head_is_trained_whole_beside_the_adapters(how, pattern) -> None:
+    x = np.random.default_rng(6).normal(size=(8, 4)).astype(np.float32)
+    model = ft.Model(lambda key, x: (PARTS, {}), apply_parts)
+    adapted = ft.lora(model, pattern, rank=2, train="head/**", **how)
+    params, model_state = adapted.init(KEY, x)
+    assert jax.tree.map(jnp.shape, params) == {
+        "body": {"kernel": {"a": (4, 2), "b": (2, 4)}},
+        "head": {"a": (4, 2), "b": (2,)},
+    }
+    tx = optax.sgd(0.1)
+    state = ft.TrainState.create(params=params, model_state=model_state, tx=tx)
+    step = jax.jit(ft.train_step(ft.supervised(adapted, optax.squared_error), tx))
+    y = np.ones((8, 2), np.float32)
+    for _ in range(3):
+        state, _ = step(state, (x, y))
+    merged = ft.merge_lora(state).params
+
+    base = ft.merge_lora(ft.TrainState.create(params=params, model_state=model_state, tx=tx)).params
+
+    def loss(trained):
+        kernel = base["body"]["kernel"] + trained["a"] @ trained["b"]
+        outputs = apply_parts({"body": {"kernel": kernel}, "head": trained["head"]}, {}, x).outputs
+        return jnp.mean((outputs - y) ** 2)
+
+    by_hand = {**params["body"]["kernel"], "head": PARTS["head"]}
+    for _ in range(3):
+        by_hand = jax.tree.map(lambda w, g: w - 0.1 * g, by_hand, jax.grad(loss)(by_hand))
+    kernel = base["body"]["kernel"] + by_hand["a"] @ by_hand["b"]
+    np.testing.assert_allclose(merged["body"]["kernel"], kernel, rtol=1e-5, atol=1e-6)
+    for name in ("a", "b"):
+        np.testing.assert_allclose(merged["head"][name], by_hand["head"][name], rtol=1e-5)
+        assert not np.array_equal(merged["head"][name], PARTS["head"][name])
+
+
+@pytest.mark.parametrize(("train", "message"), [("tail/**", "train"), (3, "train")])
+def test_what_is_no_pattern_to_train_is_refused(train, message) -> None:
+    model = ft.Model(lambda key, x: (PARTS, {}), apply_parts)
+    with pytest.raises((ValueError, TypeError), match=message):
+        ft.lora(model, "body/**", rank=2, train=train).init(KEY, None)
