@@ -292,9 +292,9 @@ def _buffer(leaf: PyTree) -> object:
 
 
 def require_scalars(values: PyTree) -> None:
-    """Raises TypeError if the value of a metric is not a scalar."""
-    if non_scalars := format_leaves(values, jnp.shape):
+    """Raises TypeError if the value of a metric is not a real scalar."""
+    if wrong := format_leaves(values, lambda x: jnp.shape(x) or jnp.iscomplexobj(x)):
         raise TypeError(
             "metrics: expected a scalar, float32[], from each metric's compute, or a dict of them, "
-            f"got\n{non_scalars}\nReduce the value in compute, or return its elements as a dict."
+            f"got\n{wrong}\nReduce the value in compute, or return its elements as a dict."
         )

@@ -12,9 +12,9 @@ from functrain.common._types import PyTree
 
 
 def is_loggable(x: Any, is_population: bool) -> bool:
-    """Returns True for a number, and in a population also for numbers `[N]`, one per member."""
+    """Returns True for a real number, and in a population also for numbers `[N]` of the members."""
     if is_number(x):
-        return True
+        return not np.iscomplexobj(x)
     return is_population and np.ndim(x) == 1 and np.asarray(x).dtype.kind in "biuf"
 
 
