@@ -16,7 +16,7 @@ SWITCHES = {"training": True, "train": True, "deterministic": False, "use_runnin
 
 def switches(module: Any, training: bool) -> dict[str, Any]:
     """Returns the values of the switches that the module's ``__call__`` takes, by name."""
-    names = parameters(module.__call__)
+    names = parameters(module)
     return {name: training == value for name, value in SWITCHES.items() if name in names}
 
 
@@ -29,22 +29,29 @@ def require_one_input(module: Any, base: str, mode: Collection[str], advice: str
       mode: The names of the arguments that are passed besides the inputs.
       advice: What else may be done.
     """
-    if accepts(module.__call__, 1, *mode):
+    name = _repr.name(module)
+    if not callable(module):
+        raise TypeError(
+            f"module: expected a module with a method __call__(self, inputs), got {name}, which "
+            "has none. Write one that calls the method that you want."
+        )
+    if accepts(module, 1, *mode):
         return
     arguments = []
-    for name, parameter in parameters(module.__call__).items():
-        if name in mode:
-            arguments.append(f"{name}={name}")
-        elif parameter.kind is parameter.KEYWORD_ONLY and parameter.default is parameter.empty:
-            arguments.append(f'{name}=inputs["{name}"]')
-        elif parameter.default is parameter.empty and parameter.kind < parameter.KEYWORD_ONLY:
-            arguments.append(f'inputs["{name}"]')
+    for argument, parameter in parameters(module).items():
+        is_required = parameter.default is parameter.empty
+        if argument in mode:
+            arguments.append(f"{argument}={argument}")
+        elif is_required and parameter.kind is parameter.KEYWORD_ONLY:
+            arguments.append(f'{argument}=inputs["{argument}"]')
+        elif is_required and parameter.kind < parameter.KEYWORD_ONLY:
+            arguments.append(f'inputs["{argument}"]')
     field = f"    net: {base}\n"
     if base == "nnx.Module":
         field = "    def __init__(self, net):\n        self.net = net\n"
     raise TypeError(
         "module: expected a module that is called as module(inputs), where inputs is one pytree, "
-        f"got {_repr.name(module)}({', '.join(parameters(module.__call__))}). {advice}Wrap it, "
+        f"got {name}({', '.join(parameters(module))}). {advice}Wrap it, "
         "and make the model of OneInput(module):\n\n"
         f"class OneInput({base}):\n{field}\n"
         f"    def __call__({', '.join(['self', 'inputs', *mode])}):\n"

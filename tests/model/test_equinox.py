@@ -240,6 +240,15 @@ def test_a_module_with_two_inputs_is_refused_with_a_wrapper_that_works() -> None
     np.testing.assert_array_equal(got.outputs, X * Y[:, :1] * 2)
 
 
+def test_a_module_without_a_call_is_refused() -> None:
+    class Encoder(eqx.Module):
+        def encode(self, x):
+            return x
+
+    with pytest.raises(TypeError, match=r"a method __call__\(self, inputs\), got Encoder"):
+        ft.from_equinox(Encoder())
+
+
 def test_a_module_that_lacks_a_key_is_told_where_it_comes_from() -> None:
     model = ft.from_equinox(eqx.nn.Dropout(0.5))
     with pytest.raises(RuntimeError, match="requires a key") as error:

@@ -237,6 +237,24 @@ def test_a_module_with_two_inputs_is_refused_with_a_wrapper_that_works(convert, 
     np.testing.assert_allclose(got.outputs, by_hand, rtol=1e-6)
 
 
+class LinenEncoder(nn.Module):
+    def encode(self, x):
+        return x
+
+
+class NnxEncoder(nnx.Module):
+    def encode(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: from_linen(LinenEncoder()), lambda: from_nnx(NnxEncoder())]
+)
+def test_a_module_without_a_call_is_refused(make):
+    with pytest.raises(TypeError, match=r"a method __call__\(self, inputs\), got \w+Encoder"):
+        make()
+
+
 @pytest.mark.parametrize("collection", ["metrics", "state"])
 def test_linen_state_has_no_values_of_one_batch(collection):
     class Net(nn.Module):
