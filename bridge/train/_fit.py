@@ -13,6 +13,7 @@ from bridge.state._keras_state import require_compiled
 from bridge.train import _checks
 from bridge.train._batches import keras_batches
 from bridge.train._callbacks import has_keras_tensorboard, write_in_first_process
+from bridge.train._data_advice import warn_of_data
 from bridge.train._hook import Evaluation, KerasHook
 from bridge.train._loggers import with_loggers
 from bridge.train._memory import Memory
@@ -175,6 +176,7 @@ def fit(
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
     require_stateless_rnns(model)
+    warn_of_data(model, *data[:2])
     # The checks from here on need a built model. No callback has begun yet, and no step was taken.
     evaluation: Evaluation | None = None
     if validation_data is not None:

@@ -387,3 +387,72 @@ def test_a_loss_that_is_not_finite_is_told_in_its_epoch() -> None:
         with pytest.raises(UserWarning, match="expected a finite loss, got nan, first in epoch 0"):
             bridge.fit(compiled(), x, Y, epochs=3, verbose=0, callbacks=[epochs])
     assert not told
+
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (48, 4, 4, 1), np.uint8)
+CLASSES = np.arange(48) % 4
+
+
+def classifier(*first: Any, loss: Any, last: Any = None) -> keras.Model:
+    model = keras.Sequential(
+        [keras.Input((4, 4, 1)), *first, layers.Flatten(), layers.Dense(4, last)]
+    )
+    model.compile("sgd", loss)
+    return model
+
+
+def functional(loss: Any) -> keras.Model:
+    inputs = keras.Input((4, 4, 1))
+    hidden = layers.Flatten()(layers.Rescaling(1 / 255)(inputs))
+    model = keras.Model(inputs, layers.Dense(4, "softmax", name="probabilities")(hidden))
+    model.compile("sgd", loss)
+    return model
+
+
+def sparse(**kwargs: Any) -> Any:
+    return keras.losses.SparseCategoricalCrossentropy(**kwargs)
+
+
+SCALED, LOGITS = layers.Rescaling(1 / 255), {"from_logits": True}
+
+
+@pytest.mark.parametrize(
+    ("make", "labels", "words"),
+    [
+        (lambda: classifier(SCALED, loss=sparse(**LOGITS)), CLASSES + 1, "labels from 0 to 3.*4"),
+        (lambda: functional("sparse_categorical_crossentropy"), CLASSES - 1, "got -1"),
+        (lambda: functional(sparse(ignore_class=-1)), CLASSES[:, None] * 9, "got 9"),
+        (
+            lambda: classifier(SCALED, loss=sparse(**LOGITS), last="softmax"),
+            CLASSES,
+            "expected logi",
+        ),
+        (lambda: functional(sparse(**LOGITS)), CLASSES, "logits from layer 'probabilities'"),
+        (lambda: classifier(loss=sparse(**LOGITS)), CLASSES, r"x: .*Rescaling\(1 / 255\)"),
+    ],
+    ids=["above", "below", "column", "softmax", "functional", "images"],
+)
+def test_data_that_teach_nothing_are_told_before_the_first_step(
+    make: Any, labels: Any, words: str
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match=words):
+            bridge.fit(make(), IMAGES, labels, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "labels"),
+    [
+        (lambda: classifier(SCALED, loss=sparse(**LOGITS)), CLASSES),
+        (lambda: classifier(layers.BatchNormalization(), loss=sparse(**LOGITS)), CLASSES),
+        (lambda: functional(sparse(ignore_class=-1)), CLASSES - (CLASSES == 3) * 4),
+        (lambda: functional("mse"), np.eye(4, dtype=np.float32)[CLASSES]),
+        (lambda: classifier(SCALED, loss="mse"), np.full((48, 4), 9)),
+    ],
+    ids=["logits", "BatchNormalization", "ignored", "probabilities", "regression"],
+)
+def test_data_that_teach_something_are_not(make: Any, labels: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bridge.fit(make(), IMAGES, labels, verbose=0)
