@@ -616,6 +616,27 @@ def test_a_leaf_that_is_assigned_in_place_stays_the_user_s(kind, leaf) -> None:
     assert digest(given) == before
 
 
+@pytest.mark.parametrize("fuse", [1, 7])
+def test_an_assignment_in_place_keeps_the_metrics_of_the_epoch(fuse) -> None:
+    step = ft.train_step(LOSS, TX, metrics={"running": ft.metrics.mean_loss()})
+    zeros = jnp.zeros((4, 1))
+
+    def in_place(event):
+        event.state.params["w"] = zeros
+
+    def replaced(event):
+        event.state = event.state.replace(params={"w": zeros})
+
+    digests = set()
+    for reset in (in_place, replaced):
+        hooks = [ft.at(10, 100)(reset)]
+        state, history = ft.fit(start(), step, LOADER, fuse=fuse, hooks=hooks, verbose=0)
+        epochs = {name: x for name, x in history.epochs.items() if name != "seconds"}
+        digests.add(digest((state, history.steps, epochs)))
+    assert len(digests) == 1
+    assert not zeros.is_deleted()
+
+
 @pytest.mark.parametrize("donate", [True, False])
 def test_the_containers_passed_to_a_run_are_not_those_of_its_events(donate) -> None:
     given = {"w": jnp.zeros(3)}
