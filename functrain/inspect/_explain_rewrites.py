@@ -18,13 +18,14 @@ from functrain.rewrites import _optimize
 from functrain.rewrites._equations import (
     describe_location,
     describe_types,
+    is_apart,
     is_entered,
     walk_equations,
 )
 from functrain.rewrites._optimize import Mode, Untraceable
 from functrain.rewrites._pass import inline_calls
 from functrain.rewrites._rewrite import select_rewrite, usable_rewrites
-from functrain.rewrites._rounding import find_possibly_unrounded
+from functrain.rewrites._rounding import find_inexact
 
 _WIDTH = 80  # columns of a terminal
 # A step has many of these: they are listed only if a rewrite replaces them, otherwise counted.
@@ -169,7 +170,17 @@ def explain_rewrites(
     # A failure that is not due to a certain rewrite turns off all of them.
     usable = usable_rewrites(closed, _optimize.rules_for(platform))
     rules = [] if None in failed else [rule for rule in usable if rule not in failed]
-    find_unrounded = functools.cache(find_possibly_unrounded)
+    jaxprs_apart = {
+        id(jaxpr)
+        for eqn, *_ in walk_equations(closed)
+        if is_apart(eqn)
+        for body in core.jaxprs_in_params(eqn.params)
+        for _, jaxpr, _ in walk_equations(body)
+    }
+
+    @functools.cache
+    def inexact(jaxpr: core.Jaxpr) -> set[Any]:
+        return find_inexact(jaxpr, is_apart=id(jaxpr) in jaxprs_apart)
 
     def verdict(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> tuple[str, str]:
         """Returns the name and reason of the rule, or "" and the reason to keep the equation."""
@@ -180,7 +191,7 @@ def explain_rewrites(
         if chosen == "auto":
             return rule.name, rule.reason
         exact = select_rewrite(rules, eqn, jaxpr, exact_only=True)
-        if exact and not find_unrounded(jaxpr).intersection(eqn.outvars):
+        if exact and not inexact(jaxpr).intersection(eqn.outvars):
             return exact[0].name, exact[0].reason
         return "", f'{rule.name} changes last bits; rewrites="auto" uses it'
 

@@ -43,6 +43,14 @@ def is_entered(eqn: core.JaxprEqn) -> bool:
     return eqn.primitive in _CALLS or eqn.primitive.name == "shard_map"
 
 
+def is_apart(eqn: core.JaxprEqn) -> bool:
+    """Returns True if XLA compiles the jaxprs of an equation apart from those around it.
+
+    In loops and branches it does not choose the layouts of convolutions, as it does around them.
+    """
+    return eqn.primitive in (primitives.scan_p, primitives.while_p, primitives.cond_p)
+
+
 def walk_equations(
     jaxpr: Any, executions: int = 1
 ) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, int]]:

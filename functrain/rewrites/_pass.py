@@ -11,14 +11,14 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import is_entered, substitute
+from functrain.rewrites._equations import is_apart, is_entered, substitute
 from functrain.rewrites._rewrite import (
     Rewrite,
     rewrite_scope,
     select_rewrite,
     usable_rewrites,
 )
-from functrain.rewrites._rounding import find_possibly_unrounded, is_float32_conversion
+from functrain.rewrites._rounding import find_inexact, is_float32_conversion
 
 # The calls that may be inlined, and the parameter that holds the called jaxpr.
 _INLINED = {
@@ -89,27 +89,29 @@ class _Pass:
     def __init__(self, rewrites: Sequence[Rewrite], exact_only: bool) -> None:
         self._rewrites = rewrites
         self._exact_only = exact_only
+        # Whether the jaxpr that is being rewritten is in a loop or branch of the function.
+        self._is_apart = False
         # A jaxpr that occurs twice is rewritten once and stays one object, so that jax lowers it
         # once, too. The old jaxpr is stored with the new one: as long as it lives, no other object
         # gets its id.
-        self._rewritten: dict[int, tuple[Any, Any]] = {}
+        self._rewritten: dict[tuple[int, bool], tuple[Any, Any]] = {}
         # The last equation of a replacement by its output, if it is a transpose.
         self._final_transposes: dict[Any, core.JaxprEqn] = {}
         self._replacements: dict[Any, Callable[..., list[Any]]] = {}
 
     def rewrite(self, jaxpr: Any) -> Any:
         """Returns the rewritten jaxpr, or the same object if nothing applies."""
-        if id(jaxpr) not in self._rewritten:
-            self._rewritten[id(jaxpr)] = jaxpr, self._rewrite_equations(jaxpr)
-        return self._rewritten[id(jaxpr)][1]
+        key = id(jaxpr), self._is_apart
+        if key not in self._rewritten:
+            self._rewritten[key] = jaxpr, self._rewrite_equations(jaxpr)
+        return self._rewritten[key][1]
 
     def _rewrite_equations(self, jaxpr: Any) -> Any:
         # Before jax 0.12 a ClosedJaxpr is a class of its own; since then the two are one class.
         if not isinstance(jaxpr, core.Jaxpr):
             inner = self.rewrite(jaxpr.jaxpr)
             return jaxpr if inner is jaxpr.jaxpr else jaxpr.replace(jaxpr=inner)
-        # These results might be rounded at another point, so exact rewrites leave them alone.
-        unrounded = find_possibly_unrounded(jaxpr) if self._exact_only else set()
+        inexact = find_inexact(jaxpr, is_apart=self._is_apart) if self._exact_only else set()
         # Maps the outputs of replaced equations to those of their replacements.
         substitutions: dict[Any, Any] = {}
         eqns: list[core.JaxprEqn] = []
@@ -117,7 +119,7 @@ class _Pass:
             new = eqn
             if substitutions:
                 new = eqn.replace(invars=substitute(substitutions, eqn.invars))
-            if unrounded.intersection(eqn.outvars):
+            if inexact.intersection(eqn.outvars):
                 eqns.append(new)
             else:
                 eqns += self._rewrite_equation(new, jaxpr, substitutions)
@@ -147,7 +149,9 @@ class _Pass:
             transpose = self._final_transposes[eqn.invars[0]]
             eqns, outs = inline(_convert_then_transpose(transpose, eqn), eqn, transpose.invars)
         elif is_entered(eqn):
+            was_apart, self._is_apart = self._is_apart, self._is_apart or is_apart(eqn)
             params = _call_inside(eqn, lambda: self._rewrite_params(eqn.params))
+            self._is_apart = was_apart
             is_same = all(params[name] is value for name, value in eqn.params.items())
             return [eqn if is_same else eqn.replace(params=params)]
         else:

@@ -22,6 +22,20 @@ _ROUNDED_CONSUMERS = {
 }
 
 
+def find_inexact(jaxpr: Any, *, is_apart: bool) -> set[Any]:
+    """Returns the results that would have other bits if they were computed in another layout.
+
+    Args:
+      jaxpr: A jaxpr of the function.
+      is_apart: Whether it is in a loop or branch of the function. There XLA keeps the layouts of
+        convolutions, and so its slow kernels, which order the sums in another way.
+    """
+    if not is_apart:
+        return find_possibly_unrounded(jaxpr)
+    convolution = primitives.conv_general_dilated_p
+    return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive is convolution}
+
+
 def find_possibly_unrounded(jaxpr: Any) -> set[Any]:
     """Returns the results of bfloat16 convolutions whose consumers may see unrounded numbers."""
     results = {eqn.outvars[0] for eqn in jaxpr.eqns if _is_bfloat16_convolution(eqn)}

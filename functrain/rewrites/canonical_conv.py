@@ -5,7 +5,8 @@ body of a loop, such as a scan over steps, the gradients of a convolution keep l
 ``f01b_i01o->01bf`` and run in a naive kernel, 2 to 28 times slower
 (https://github.com/jax-ml/jax/issues/12868, open as of jax 0.12). So this rewrite writes the
 transposes out. The kernel and the order of its sums stay those outside of a loop, so no bit changes
-in float16, bfloat16 (see `_rounding`), float32 and float64.
+in float16, bfloat16 (see `_rounding`), float32 and float64. In loops of the function itself bits
+change, so there it is not exact.
 """
 
 from typing import Any
