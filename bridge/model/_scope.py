@@ -109,8 +109,11 @@ def _record_untracked_reads(read: dict[int, Any]) -> Iterator[None]:
 
     def get_current_value(scope: Any, variable: Any) -> Any:
         value = original(scope, variable)
-        # A variable without a value of its own was created in the trace, or raises.
-        if value is None and keras_private.trainer_state.read([variable]) != [None]:
+        (own_value,) = keras_private.trainer_state.read([variable])
+        # A variable without a value was created in the trace, or raises. A metric that is
+        # updated in a layer's `call` has a traced one.
+        is_constant = own_value is not None and not isinstance(own_value, jax.core.Tracer)
+        if value is None and is_constant:
             read[id(variable)] = variable
         return value
 
