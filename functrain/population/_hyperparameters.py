@@ -91,7 +91,9 @@ def matching_paths(population: PopulationState, names: Iterable[str]) -> dict[st
 def _paths_of(name: str, paths: list[str]) -> list[str]:
     """Returns the paths that a name or a pattern matches, at least one."""
     if "/" in name:
-        matches = [path for path in paths if _patterns.matches(name, path)]
+        # A path may have characters of a pattern, such as brackets.
+        is_path = name in paths
+        matches = [name] if is_path else [x for x in paths if _patterns.matches(name, x)]
     else:
         matches = [path for path in paths if _is_injected(path) and _name(path) == name]
         if not matches and name in paths:

@@ -230,3 +230,15 @@ def test_leaves_of_one_path_keep_their_values_beside_a_new_hyperparameter() -> N
     )
     for i, member in enumerate(members):
         jax.tree.map(np.testing.assert_array_equal, member, {**state, "rate": np.float32(i)})
+
+
+def test_a_path_with_brackets_is_perturbed_and_set() -> None:
+    members = ft.population.stack([{"rates[0]": {"w": jnp.float32(i)}} for i in range(4)])
+    values = np.arange(4.0, dtype=np.float32)
+    new = ft.population.with_hyperparameters(members, {"rates[0]/w": values + 1})
+    np.testing.assert_array_equal(new.states["rates[0]"]["w"], values + 1)
+    new = ft.population.resample(
+        new, -values, jax.random.key(0), mode="min", perturb={"rates[0]/w": (10.0,)}
+    )
+    # The best member, the last one, replaces the worst, and the copy is perturbed.
+    np.testing.assert_array_equal(new.states["rates[0]"]["w"], [40.0, 2.0, 3.0, 4.0])
