@@ -20,7 +20,6 @@ from functrain.rewrites.batch_groups import batch_groups
 from functrain.rewrites.batched_over_time import batched_over_time
 from functrain.rewrites.broadcast_first import broadcast_first
 from functrain.rewrites.canonical_conv import canonical_conv
-from functrain.rewrites.centered_sum import centered_sum
 from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
@@ -81,7 +80,6 @@ REWRITES: tuple[Rewrite, ...] = (
     short_argmax,
     label_pick,
     label_pick_gradient,
-    centered_sum,
     bias_before_pooling,
     relu_before_pooling,
     relu_mask,

@@ -27,6 +27,8 @@ from functrain.rewrites._equations import are_floats, avals, is_sharded
 from functrain.rewrites._rewrite import Rewrite
 
 ACCELERATORS = ("gpu", "tpu")
+# The most bytes of the array. A pass over a larger one takes longer than some kernels to start.
+MAX_BYTES = 2**21
 
 
 def _applies_to_gather(eqn: core.JaxprEqn) -> bool:
@@ -59,6 +61,7 @@ def _picks_one_of_each_row(
         are_floats(operand)
         # One number of a single long row is not a label, and a sum over the row takes longer.
         and bool(rows)
+        and operand.size * operand.dtype.itemsize <= MAX_BYTES
         # The indices of all classes must fit into the dtype of the labels.
         and operand.shape[-1] - 1 <= _largest(indices.dtype)
         and axes == (len(rows),)
