@@ -371,9 +371,19 @@ def from_plain_array(array: jax.Array, impl: Any) -> jax.Array:
 
 
 def _require_no_more_than_gradients(tx: Any, params: PyTree, state: PyTree) -> None:
-    """Raises TypeError if `tx.update` needs more than gradients, state and params."""
+    """Raises TypeError if `tx.update` needs more than gradients, state and params.
+
+    Also raises it for a state that an update gives another structure, as `optax.monitor` does.
+    """
+    advice = "Train without Keras: bridge.create_state(model, tx) and functrain.train_step."
+    expected = "a transformation of the params alone, not of optax.LookaheadParams"
+    is_lookahead = bool(_tree.nodes(state, optax.LookaheadState))
+    require(not is_lookahead, _OWNER, expected, state, advice, error=TypeError)
     try:
-        jax.eval_shape(tx.update, params, state, params)
+        _, new_state = jax.eval_shape(tx.update, params, state, params)
+        expected = "a transformation whose state keeps its structure"
+        is_same = _tree.structure(new_state) == _tree.structure(state)
+        require(is_same, _OWNER, expected, new_state, error=TypeError)
     except (TypeError, ValueError) as error:
         # Python's message about keyword-only arguments, and optax's about params and values.
         missing = re.findall(

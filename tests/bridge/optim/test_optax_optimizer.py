@@ -259,3 +259,19 @@ def test_a_checkpoint_of_the_whole_model_is_refused_before_the_first_step(tmp_pa
     model.compile(bridge.OptaxOptimizer(optax.sgd, learning_rate=0.5), "mse")
     bridge.fit(model, X, Y, callbacks=[checkpoint], verbose=0)
     assert (tmp_path / "model.keras").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: optax.lookahead(optax.sgd(0.1), 2, 0.5), "LookaheadParams"),
+        (lambda: optax.monitor({"norm": optax.tree.norm}), "keeps its structure"),
+        (lambda: optax.contrib.sophia(0.1), "obj_fn"),
+        (lambda: optax.polyak_sgd(0.1), "value"),
+    ],
+)
+def test_what_keras_cannot_give_is_refused_before_the_first_step(make: Any, message: str) -> None:
+    optimizer = bridge.OptaxOptimizer(make())
+    with pytest.raises(TypeError, match=message):
+        optimizer.build(make_model().trainable_variables)
+    assert not optimizer.built
