@@ -2,7 +2,7 @@
 
 import functools
 import numbers
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,11 @@ def host_arrays(data: PyTree) -> PyTree:
     def array(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> np.ndarray:
         require_unmasked(leaf, "data", lambda: f" at {_tree.path_str(path)}")
         _require_array_like(leaf, lambda: f" at {_tree.path_str(path)}")
+        if _tree.is_key(leaf):
+            raise TypeError(
+                f"data: expected arrays of numbers, got typed keys at {_tree.path_str(path)}. Pass "
+                "jax.random.key_data(keys), and call jax.random.wrap_key_data in the step."
+            )
         x = np.asarray(leaf)
         if not is_supported_dtype(x.dtype):
             raise TypeError(
@@ -79,6 +84,8 @@ def _require_array_like(leaf: Any, path: Callable[[], str]) -> None:
     )
     if hasattr(leaf, "toarray"):
         advice = "Make it dense: x.toarray()."
+    elif isinstance(leaf, Mapping):
+        advice = "jax takes it for one leaf: make it a dict, dict(x)."
     raise TypeError(f"data: expected arrays, got {type(leaf).__name__}{path()}. {advice}")
 
 

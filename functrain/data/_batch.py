@@ -14,6 +14,20 @@ Part: TypeAlias = str | Callable[[PyTree], PyTree]
 """A part of a batch: a key, a path such as ``"text/tokens"``, or a function of the batch."""
 
 
+def require_parts(**parts: Any) -> None:
+    """Raises TypeError for an argument that is given, but cannot select a part of a batch."""
+    for argument, part in parts.items():
+        is_part = part is None or isinstance(part, str) or callable(part)
+        expected = "a key, a path such as 'text/tokens', or a function of the batch"
+        require(is_part, argument, expected, part, _FUNCTION_OF_BATCH, error=TypeError)
+
+
+_FUNCTION_OF_BATCH = (
+    "A function selects from any batch: lambda batch: batch[0], lambda batch: batch.image, "
+    "lambda batch: (batch['tokens'], batch['mask'])."
+)
+
+
 def select(batch: PyTree, part: Part, argument: str) -> PyTree:
     """Returns a part of a batch.
 
@@ -33,8 +47,9 @@ def select(batch: PyTree, part: Part, argument: str) -> PyTree:
     for key in [part] if is_key else part.split("/"):
         has_key = isinstance(selected, Mapping) and key in selected
         expected = f"{part!r} in the batch"
-        got = sorted(map(str, selected)) if isinstance(selected, Mapping) else selected
-        require(has_key, argument, expected, got)
+        is_dict = isinstance(selected, Mapping)
+        got = sorted(map(str, selected)) if is_dict else selected
+        require(has_key, argument, expected, got, "" if is_dict else _FUNCTION_OF_BATCH)
         selected = selected[key]
     return selected
 

@@ -127,7 +127,7 @@ class Batches(abc.ABC):
         """
         return []
 
-    # Not abstract: loaders know their examples.
+    # Not abstract: batches without data have no examples.
     def find_examples_along(self, axis: int) -> None:  # noqa: B027
         """Sets the axis of a batch's leaves that its examples lie along, if they are counted."""
 

@@ -23,6 +23,7 @@ from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
 from functrain.data import _buffer
 from functrain.data._arrays import host_arrays, host_batch
+from functrain.data._batch import example_count
 from functrain.data._batches import Batches, Chunk
 from functrain.data._lookahead import Lookahead
 from functrain.data._same_data import Summary, differences, summary
@@ -368,6 +369,7 @@ class LoaderBatches(Batches):
         # The rest of the epoch, for a loader whose batches have to be made to know their shapes.
         self._rest: Lookahead[PyTree] | None = None
         self._summary: Summary | None = None
+        self._example_axis = 0
 
     @property
     def full_steps(self) -> int:
@@ -399,6 +401,9 @@ class LoaderBatches(Batches):
         # A smaller last batch has a chunk to itself.
         steps = max(1, min(limit, loader.full_batches - start))
         if self._rest is not None:
+            # A transform may drop examples, or add some.
+            count = example_count(self._rest.peek(), self._example_axis)
+            examples = examples if count is None else count
             batches, steps = stack_batches(self._rest.take(steps), k)
         elif start < loader.full_batches:
             batches = pad_chunk(loader.chunk(self._epoch, start, steps), k)
@@ -408,6 +413,10 @@ class LoaderBatches(Batches):
             )
         self._next += steps
         return Chunk(batches, k, steps, examples)
+
+    def find_examples_along(self, axis: int) -> None:
+        """Sets the axis of a batch's leaves that its examples lie along."""
+        self._example_axis = axis
 
     def full_batch(self) -> PyTree | None:
         """Returns the shapes of a batch of full size; None if only a batch can tell."""

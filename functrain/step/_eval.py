@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from functrain.common import _repr
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
-from functrain.data._batch import Part, select
+from functrain.data._batch import Part, require_parts, select
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model, require_model
 from functrain.step._check import (
@@ -121,7 +121,7 @@ def predict_step(model: Model, *, inputs: Part | None = None) -> Step[TrainState
         whole batch.
 
     Raises:
-      TypeError: `model` is not a Model.
+      TypeError: `model` is not a Model, or `inputs` is neither a text nor a function.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -136,6 +136,7 @@ def predict_step(model: Model, *, inputs: Part | None = None) -> Step[TrainState
       (2, 1)
     """
     require_model(model)
+    require_parts(inputs=inputs)
 
     def step(state: TrainState, batch: PyTree, /) -> tuple[TrainState, PyTree]:
         x = batch if inputs is None else select(batch, inputs, "inputs")

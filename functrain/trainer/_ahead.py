@@ -9,6 +9,7 @@ import jax
 
 from functrain.checkpoint import Checkpointer
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Batches
 from functrain.engine._guards import tracing_guards
@@ -61,9 +62,10 @@ def look_ahead(
         explicit axes.
 
     Raises:
-      ValueError: There is no data to evaluate on, two values have one name, an evaluation is due by
-        the clocks of several processes, or no log, metric or evaluation has the name of a monitored
-        value. Monitored names are not checked if a hook is a function, which may add any value.
+      ValueError: There is no data to evaluate on, an iterator is read twice, two values have one
+        name, an evaluation is due by the clocks of several processes, or no log, metric or
+        evaluation has the name of a monitored value. Monitored names are not checked if a hook is
+        a function, which may add any value.
       TypeError: The value of a metric is not a scalar.
       Exception: Whatever tracing an evaluation raises.
     """
@@ -71,6 +73,7 @@ def look_ahead(
     abstract_state = functools.cache(lambda: jax.eval_shape(lambda: _tree.copy(state)))
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}
     # A step without metrics may report no loss, so its names are unknown here.
+    iterators = [batches]
     names_of_epochs = names.copy() if isinstance(step, MeteredStep) else set()
     knows_all_names = True
     missing: list[str] = []
@@ -79,6 +82,8 @@ def look_ahead(
         if isinstance(hook, Evaluate):
             placements = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
             hook.require_same_steps([sharding, *placements])
+            _require_own_iterator(hook.batches, iterators)
+            iterators.append(hook.batches)
             _require_evaluation(abstract_state, hook, can_trace)
             evaluated = {hook.prefix + name for name in _metric_names(hook.step)}
             # Others are due within epochs: names that clash are found when two are due together.
@@ -124,6 +129,14 @@ def _trace_names(step: MeteredStep) -> frozenset[str]:
         values = jax.eval_shape(lambda: step.metrics.compute(step.metrics.init()))
     _tree.require_scalars(values)
     return frozenset(path for path, _ in _tree.leaves_with_path(values))
+
+
+def _require_own_iterator(batches: Batches, others: Sequence[Batches]) -> None:
+    """Raises ValueError for an iterator that is read twice, since each gets a part of it."""
+    is_shared = any(batches.data is other.data for other in others) and batches.is_iterator
+    expected = "an iterator that nothing else in this run reads"
+    advice = "Each would get a part of the batches: pass data that can be iterated again."
+    require(not is_shared, batches.name, expected, batches.data, advice)
 
 
 def _require_evaluation(

@@ -105,7 +105,8 @@ def fit(
       step: ``(state, batch) -> (state, logs)``, not jitted, usually from `train_step`. As in
         `jax.jit`, what it takes from its closure is a constant of its programs, and a later fit
         uses these again: make a new step after a change. Numbers, strings and arrays among the
-        attributes of an object that is the step, or has it as a method, are compared at each fit.
+        attributes of an object that is the step, or has it as a method, are compared at each fit,
+        unless an array was changed in place.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
       epochs: The total number of epochs of the training. The training begins with this call unless
         `start` is given, whatever the state's step is: a trained state is trained for this many

@@ -1,4 +1,5 @@
 import array
+import collections
 import dataclasses
 
 import hypothesis
@@ -507,3 +508,15 @@ def test_integers_that_jax_would_cut_are_refused_at_every_door() -> None:
         ft.TrainState.create(params={}, tx=optax.sgd(0.1), model_state={"seen": LARGE})
     with pytest.raises(ValueError, match=r"^fused: .* integers at chunk/ids that fit into int32"):
         ft.fuse(step, 2)(jnp.zeros(()), {"ids": np.array([[1], [LARGE]])})
+
+
+@pytest.mark.parametrize(
+    ("leaf", "words"),
+    [
+        (collections.UserDict(x=X), r"got UserDict at \(root\).*make it a dict, dict\(x\)"),
+        ({"k": jax.random.split(jax.random.key(0), 4)}, r"got typed keys at k\..*key_data"),
+    ],
+)
+def test_what_cannot_be_an_array_is_refused_with_the_way_out(leaf, words) -> None:
+    with pytest.raises(TypeError, match=words):
+        ArrayLoader(leaf, 2)

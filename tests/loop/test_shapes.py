@@ -90,10 +90,27 @@ def test_training_is_that_of_jitted_steps_whatever_k_is(order: str, kind: Any) -
 def test_a_transform_may_make_batches_of_several_shapes() -> None:
     batches = data("in runs")
     loader = ft.ArrayLoader(np.arange(len(batches)), 1, transform=lambda i, rng: batches[i[0]])
-    expected, _ = ft.fit(create(), STEP, batches, epochs=2, verbose=0)
+    expected, history = ft.fit(create(), STEP, batches, epochs=2, verbose=0)
     for fuse in (3, "auto"):
-        state, _ = ft.fit(create(), STEP, loader, epochs=2, fuse=fuse, verbose=0)
+        state, own = ft.fit(create(), STEP, loader, epochs=2, fuse=fuse, verbose=0)
         assert_equal(state.params, expected.params)
+        np.testing.assert_array_equal(own.epochs["loss"], history.epochs["loss"])
+
+
+@pytest.mark.parametrize("keeps", [np.s_[::2], np.s_[:0], [0, 0, 1, 1, 1]])
+def test_means_count_the_examples_that_a_transform_returns(keeps: Any) -> None:
+    y = np.arange(22, dtype=np.float32)
+    # The first batches keep all of their examples.
+    change = lambda y, rng: y if y[0] < 8 else y[keeps] if len(y) == 4 else y[:1]  # noqa: E731
+    loader = ft.ArrayLoader(y, 4, transform=change)
+    seen = np.concatenate(list(loader)).astype(np.float64)
+
+    def step(state: Any, y: jax.Array) -> Any:
+        return state, {"loss": jnp.sum(y) / max(len(y), 1)}
+
+    for fuse in (1, 4):
+        history = ft.fit(jnp.zeros(()), step, loader, fuse=fuse, verbose=0).history
+        np.testing.assert_allclose(history.epochs["loss"], [seen.mean()], rtol=1e-6)
 
 
 @pytest.mark.parametrize("order", LENGTHS)

@@ -117,6 +117,18 @@ def test_a_part_that_is_missing_is_named(parts, words) -> None:
         )
 
 
+@pytest.mark.parametrize("part", [0, ("image", "mask"), ["image"]])
+def test_a_part_is_a_text_or_a_function(part) -> None:
+    for make in (
+        lambda: ft.supervised(MODEL, CROSS_ENTROPY, inputs=part, labels="label"),
+        lambda: ft.supervised(MODEL, CROSS_ENTROPY, inputs="image", labels=part),
+        lambda: ft.predict_step(MODEL, inputs=part),
+        lambda: ft.metrics.accuracy(labels=part),
+    ):
+        with pytest.raises(TypeError, match=r"(inputs|labels): expected a key, .*function of the"):
+            make()
+
+
 def own_loss(params, model_state, batch, *, rng, training):
     logits = MODEL.apply(params, model_state, batch["image"]).outputs
     return CROSS_ENTROPY(logits, batch["label"]).mean(), ft.Aux(model_state, logits)

@@ -203,3 +203,23 @@ def test_a_file_that_stands_is_left_until_the_first_row(tmp_path) -> None:
     hook.begin()
     hook.close()
     assert path.read_text() == "kept\n"
+
+
+@pytest.mark.parametrize("is_of_hooks", [False, True])
+def test_an_iterator_is_read_by_one(is_of_hooks) -> None:
+    # Training and evaluation would each get a part of its batches.
+    batches = iter([(X[:8], Y[:8]), (X[8:], Y[8:])] * 3)
+    if is_of_hooks:
+        hooks = [ft.hooks.Evaluate(EVAL, batches, prefix=prefix) for prefix in ("a_", "b_")]
+        how = {"hooks": hooks}
+    else:
+        how = {"data": batches, "eval_data": batches, "eval_step": EVAL}
+    fit = Fit()
+    with pytest.raises(ValueError, match="data: expected an iterator that nothing else"):
+        fit(epochs=1, **how)
+    assert not fit.steps
+    # The same list is read from its beginning by each.
+    both = [(X[:8], Y[:8]), (X[8:], Y[8:])]
+    same = fit(epochs=1, data=both, eval_data=both, eval_step=EVAL)
+    expected = ft.evaluate(same.state, EVAL, both)["loss"]
+    np.testing.assert_allclose(same.history.epochs["val_loss"], [expected], rtol=1e-6)
