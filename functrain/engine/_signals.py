@@ -40,6 +40,9 @@ class DeferredSignals:
         self._handlers: dict[int, Any] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
         self._is_over = False
+        # Only a handler of Python's is replaced by a block, so that of the outermost is in place.
+        owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
+        self._enclosing = owner if isinstance(owner, DeferredSignals) else None
 
     @property
     def is_pending(self) -> bool:
@@ -102,13 +105,12 @@ class DeferredSignals:
 
     def _enclosing_pending(self) -> "DeferredSignals | None":
         """Returns the block that this one is within, if it has a signal to handle here."""
-        enclosing = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-        # Only a handler of Python's is replaced by this block; another block's stays in place.
-        if not isinstance(enclosing, DeferredSignals) or enclosing is self:
+        enclosing = self._enclosing
+        if enclosing is None or not enclosing._pending or not self._interrupt:
             return None
         waits = self._saves is None and enclosing._saves
-        is_here = self._interrupt and threading.current_thread() is threading.main_thread()
-        return enclosing if is_here and enclosing._pending and not waits else None
+        is_here = threading.current_thread() is threading.main_thread()
+        return enclosing if is_here and not waits else None
 
     @contextlib.contextmanager
     def discard_on_error(self) -> Iterator[None]:

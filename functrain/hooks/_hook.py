@@ -192,9 +192,8 @@ class HookRunner:
 
     def logs(self, event: LogsReady) -> None:
         """Passes the logs of a chunk to the hooks that have a method `logs`."""
-        for hook in filter(_is_called_here, self.unscheduled()):
-            if callable(getattr(hook, "logs", None)):
-                hook.logs(event)
+        for hook in self._hooks_with_logs:
+            hook.logs(event)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -203,6 +202,7 @@ class HookRunner:
         # An interval in seconds begins with the run.
         self._last_call_times = [time.perf_counter()] * len(self._called_hooks)
         hooks = list(filter(_is_called_here, self.unscheduled()))
+        self._hooks_with_logs = [x for x in hooks if callable(getattr(x, "logs", None))]
         with contextlib.ExitStack() as closing:
             # The stack closes the last one first, and hooks are closed in their order. All are
             # registered before the first begins, so that an error in `begin` closes them too.
