@@ -28,6 +28,7 @@ from functrain.internal import (
     Saving,
     accelerator_of,
     begin_run,
+    copy_arrays,
     fetch_outputs,
     longest_interval,
     nbytes,
@@ -221,6 +222,10 @@ def _evaluator(
         batches = evaluation.batches()
         # As in Keras, the callbacks of the fit are called, and its progress bar is not shown.
         test_hook = KerasHook(hook.model, "test", batches, hook.callbacks, quiet=True)
+        if hook.memory is not None:
+            # The evaluation donates the model's arrays, and a signal saves those of the fit. The
+            # optimizer's are not among them.
+            test_hook.values.push(copy_arrays(test_hook.values.read()))
         return run_evaluate(test_hook, options, lambda: fit.handle_signal_in_epoch_end(signals))
 
     return evaluate
