@@ -298,7 +298,7 @@ def test_a_damaged_hdf5_file_is_loaded_right_or_refused_in_words(tmp_path, seed)
             file[name] = array
     intact = np.frombuffer((tmp_path / "intact.h5").read_bytes(), np.uint8)
     reasons = []
-    for _ in range(60):
+    for _ in range(30):
         content = intact.copy()
         place = chance.integers(len(content))
         content[place : place + 4] ^= chance.integers(1, 256, dtype=np.uint8)

@@ -20,10 +20,14 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("process", [0, 1])
-@pytest.mark.parametrize(
-    "way", [way if way == "break" else pytest.param(way, marks=pytest.mark.long) for way in REASONS]
-)
+CASES = [
+    pytest.param(way, process, marks=[] if (way, process) == ("break", 1) else pytest.mark.long)
+    for way in REASONS
+    for process in (0, 1)
+]
+
+
+@pytest.mark.parametrize(("way", "process"), CASES)
 def test_however_a_process_leaves_a_run_that_saves_all_end_in_ten_seconds(
     tmp_path: pathlib.Path, way: str, process: int
 ) -> None:
