@@ -73,28 +73,39 @@ def layout(model: keras.Layer) -> Layout:
     return Layout(params, model_state, tuple(seeds))
 
 
-def layout_of_state(model: keras.Layer, params: PyTree, model_state: PyTree) -> Layout:
+def layout_of_state(model: keras.Layer, params: PyTree, model_state: PyTree = None) -> Layout:
     """Returns the layout of a model with the paths of a state, which may be of another instance.
 
     The paths of two instances may differ in the numbers that Keras gave to unnamed layers. If the
-    paths differ in any other way, the layout has those of the model.
+    paths differ in any other way, the layout has those of the model. Without a `model_state` only
+    the paths of params are those of the state.
     """
     own = layout(model)
-    state_paths = [
-        _tree.keys(path) for path, _ in jax.tree_util.tree_leaves_with_path((params, model_state))
-    ]
-    own_paths = [("0", *path) for path in own.params] + [("1", *path) for path in own.model_state]
-    if set(own_paths) == set(state_paths):
-        return own
-    by_number, own_by_number = map(_names.numbered_alike, (state_paths, own_paths))
-    if by_number.keys() != own_by_number.keys():
-        return own
-    renamed = {own_by_number[key][1:]: path[1:] for key, path in by_number.items()}
+    if model_state is None:
+        return own._replace(params=_paths_in_state(own.params, params))
+    # The numbers of a layer are the same in both trees, and are counted over both.
+    variables = {("params", *path): variable for path, variable in own.params.items()}
+    variables |= {("model_state", *path): v for path, v in own.model_state.items()}
+    found = _paths_in_state(variables, {"params": params, "model_state": model_state})
+    new_paths = dict(zip(variables, found, strict=True))
     return Layout(
-        {renamed[path]: variable for path, variable in own.params.items()},
-        {renamed[path]: variable for path, variable in own.model_state.items()},
-        tuple(renamed[path] for path in own.seeds),
+        {new_paths["params", *path][1:]: variable for path, variable in own.params.items()},
+        {new_paths["model_state", *path][1:]: v for path, v in own.model_state.items()},
+        tuple(new_paths["model_state", *path][1:] for path in own.seeds),
     )
+
+
+def _paths_in_state(variables: Mapping[Path, Any], tree: PyTree) -> dict[Path, Any]:
+    """Returns variables by their paths in a tree; by their own if the tree does not match."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    paths = {_tree.keys(path) for path, _ in leaves}
+    if paths == variables.keys():
+        return dict(variables)
+    by_number, own_by_number = map(_names.numbered_alike, (paths, variables))
+    if by_number.keys() != own_by_number.keys():
+        return dict(variables)
+    new_paths = {own: by_number[key] for key, own in own_by_number.items()}
+    return {new_paths[path]: variable for path, variable in variables.items()}
 
 
 def _walk(node: Any, path: Path, visited_ids: set[int]) -> Iterator[tuple[Path, Any]]:

@@ -49,7 +49,8 @@ def constraints(model: keras.Layer) -> optax.GradientTransformation:
         expected = "params, as in tx.update(grads, state, params)"
         require(params is not None, "bridge.constraints", expected, params)
         # The variables are looked up in every trace, since layers may have been frozen since.
-        variables = _variables.select_present(_variables.layout(model).params, params, "params")
+        layout = _variables.layout_of_state(model, params)
+        variables = _variables.select_present(layout.params, params, "params")
 
         def constrain(path: Any, param: jax.Array, update: jax.Array) -> jax.Array:
             constraint = variables[_tree.keys(path)].constraint

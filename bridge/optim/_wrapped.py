@@ -190,7 +190,8 @@ class Wrapped:
         """
         if self.model is None:
             return dict.fromkeys(paths)
-        return _variables.select_present(_variables.layout(self.model).params, params, "params")
+        layout = _variables.layout_of_state(self.model, params)
+        return _variables.select_present(layout.params, params, "params")
 
 
 def _stand_in(path: Path, value: Any, model_variable: Any) -> Any:

@@ -362,3 +362,20 @@ class TestErrors:
         tx = bridge.optimizer(theirs, model=model)
         assert isinstance(bridge.create_state(model, tx).opt_state, KerasOptState)
         assert not inner.built
+
+
+@pytest.mark.parametrize("make", ["optimizer", "constraints"])
+def test_a_transformation_of_one_instance_updates_the_state_of_another(make):
+    def build():
+        kernel = {"kernel_constraint": "non_neg"}
+        return keras.Sequential([keras.Input((3,)), layers.Dense(2, **kernel), layers.Dense(2)])
+
+    model, other = build(), build()
+    tx = bridge.optimizer(K.SGD(1.0), model=model)
+    if make == "constraints":
+        tx = optax.chain(optax.sgd(1.0), bridge.constraints(model))
+    state = bridge.create_state(other, tx)
+    state = state.apply_gradients(jax.tree.map(jnp.ones_like, state.params), tx)
+    kernels = {path: layer["kernel"] for path, layer in state.params.items()}
+    assert float(jnp.min(kernels[other.layers[0].name])) == 0
+    assert float(jnp.min(kernels[other.layers[1].name])) < 0
