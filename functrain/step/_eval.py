@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from functrain.common import _repr
+from functrain.common import _repr, _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
 from functrain.data._batch import Part, require_parts, select
@@ -41,8 +41,9 @@ def eval_step(
       metrics: Running metrics by name, beside ``"loss"``, the mean over all examples. Batches are
         weighted by ``Aux.weight`` if the loss returns one, so that weighted means do not depend
         on the batch size either.
-      logs: Names in the loss's ``Aux.logs`` whose means over all examples are reported as well,
-        for example the terms of a loss that is a sum. They are weighted as the loss is.
+      logs: Names in the loss's ``Aux.logs``, or paths in nested ones, whose means over all examples
+        are reported as well, for example the terms of a loss that is a sum. They are weighted as
+        the loss is.
       get_state: Returns the part of the training state to evaluate, an object with `params` and
         `model_state`. One of several networks: ``get_state=lambda states: states["student"]``.
         Averaged params: ``get_state=lambda s: s.replace(params=ft.tx.ema_params(s))``.
@@ -56,8 +57,8 @@ def eval_step(
     Raises:
       TypeError: `loss_fn` is not a loss, `metrics` is not a dict of Metrics, or `rng` is not a
         single typed key; or (when traced) the loss draws random numbers and `rng` is None.
-      ValueError: Two metrics or logs have the same name, or one is named "loss"; or (when traced)
-        the loss has no log of that name.
+      ValueError: Two metrics or logs have the same name, one is named "loss", or `logs` is a text;
+        or (when traced) the loss has no log of that name.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -78,12 +79,11 @@ def eval_step(
         loss, aux = compute_loss(
             loss_fn, network.params, network.model_state, batch, rng=key, training=False
         )
-        missing, expected = sorted(set(logs) - set(aux.logs)), f"names among {sorted(aux.logs)}"
-        require(not missing, "logs", expected, missing, "Return them in the loss's Aux(logs=...).")
         return state, loss, aux
 
     check_loss(loss_fn)
     check_rng(rng)
+    require(not isinstance(logs, str), "logs", "a tuple of names", logs, f"Write ({logs!r},).")
     require_distinct_names("metrics", metrics or (), ["loss"], "the loss")
     require_distinct_names("logs", logs, ["loss", *(metrics or {})], "the loss and the metrics")
     mean = mean_loss()
@@ -94,8 +94,12 @@ def eval_step(
 
     def update_all(m: PyTree, batch: PyTree, aux: Aux, loss: jax.Array) -> Any:
         new = user_metrics.update(m, batch, aux, loss)
+        # By their paths, as in the history of a training.
+        values = dict(_tree.leaves_with_path(aux.logs)) if logs else {}
+        missing, expected = sorted(set(logs) - set(values)), f"names among {sorted(values)}"
+        require(not missing, "logs", expected, missing, "Return them in the loss's Aux(logs=...).")
         for name in logs:
-            new[name] = mean.update(m[name], batch, aux, jnp.asarray(aux.logs[name]))
+            new[name] = mean.update(m[name], batch, aux, jnp.asarray(values[name]))
         return new
 
     return MeteredStep(measure, all_metrics._replace(update=update_all), trains=False, rng=rng)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
-from functrain.common._checks import require
+from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
 from functrain.model._overwritten import (
     OverwrittenByGradient,
@@ -180,6 +180,7 @@ def _check_result(result: Any, model_state: PyTree) -> tuple[jax.Array, Aux]:
             "return loss, functrain.Aux(model_state), or return loss, {'name': value} with logs "
             "alone."
         )
+    require_instance("Aux.logs", aux.logs, Mapping, "a dict of scalars by name")
     loss = jnp.asarray(loss)
     is_scalar = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)
     advice = "Reduce it with jnp.mean, or let functrain.supervised do that."

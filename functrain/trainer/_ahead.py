@@ -126,7 +126,8 @@ def _metric_names(step: MeteredStep) -> set[str]:
 
 def _trace_names(step: MeteredStep) -> frozenset[str]:
     with tracing_guards(step):
-        values = jax.eval_shape(lambda: step.metrics.compute(step.metrics.init()))
+        # In two steps: an init may return numbers, by which Python could not divide.
+        values = jax.eval_shape(step.metrics.compute, jax.eval_shape(step.metrics.init))
     _tree.require_scalars(values)
     return frozenset(path for path, _ in _tree.leaves_with_path(values))
 

@@ -117,6 +117,17 @@ def test_a_part_that_is_missing_is_named(parts, words) -> None:
         )
 
 
+@pytest.mark.parametrize("logs", [None, [1.0]])
+def test_logs_that_are_no_dict_are_named(logs) -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return jnp.zeros(()), ft.Aux(model_state, logs=logs)
+
+    with pytest.raises(TypeError, match=r"Aux\.logs: expected a dict of scalars by name, got"):
+        ft.train_step(loss_fn, TX)(state(), X)
+    with pytest.raises(ValueError, match=r"logs: expected a tuple of names, got 'kl'"):
+        ft.eval_step(loss_fn, logs="kl")
+
+
 @pytest.mark.parametrize("part", [0, ("image", "mask"), ["image"]])
 def test_a_part_is_a_text_or_a_function(part) -> None:
     for make in (
@@ -228,6 +239,10 @@ def test_a_loss_may_return_a_dict_of_logs(wrap) -> None:
     np.testing.assert_allclose(logs["twice"], 2 * losses64().mean(), rtol=1e-6)
     np.testing.assert_allclose(logs["g"]["loss"], losses64().mean(), rtol=1e-6)
     assert new.model_state == ()
+    measure = ft.eval_step(wrap(with_logs), logs=("g/loss", "twice"))
+    values = ft.evaluate(state(), measure, ft.ArrayLoader(batch, 7))
+    np.testing.assert_allclose(values["g/loss"], losses64().mean(), rtol=1e-6)
+    np.testing.assert_allclose(values["twice"], 2 * losses64().mean(), rtol=1e-6)
     expected, _ = jax.jit(ft.train_step(own_loss, TX))(state(), batch)
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -223,3 +223,19 @@ def test_an_iterator_is_read_by_one(is_of_hooks) -> None:
     same = fit(epochs=1, data=both, eval_data=both, eval_step=EVAL)
     expected = ft.evaluate(same.state, EVAL, both)["loss"]
     np.testing.assert_allclose(same.history.epochs["val_loss"], [expected], rtol=1e-6)
+
+
+def test_metrics_may_begin_with_numbers() -> None:
+    # Python could not divide the first values, 0.0 / 0; jax can.
+    metric = ft.metrics.Metric(
+        lambda: {"sum": 0.0, "count": 0},
+        lambda m, batch, aux, loss: {
+            "sum": m["sum"] + jnp.abs(aux.outputs).sum(),
+            "count": m["count"] + len(batch[0]),
+        },
+        lambda m: m["sum"] / m["count"],
+    )
+    evaluation = ft.eval_step(LOSS, metrics={"size": metric})
+    state, history = Fit(size=metric)(eval_data=LOADER, eval_step=evaluation)
+    expected = np.abs(X.astype(np.float64) @ np.asarray(state.params["w"], np.float64)).sum() / 20
+    assert history.epochs["val_size"][-1] == pytest.approx(expected, rel=1e-5)
