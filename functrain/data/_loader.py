@@ -131,8 +131,9 @@ class ArrayLoader(SeekableLoader):
     Dtypes are kept: leave `uint8` images as they are, and cast and scale them in the step, on the
     device, where this costs little.
 
-    Iterating over a loader yields the batches of epoch 0. A subclass may override `order`, or
-    `batch`, from which chunks are then made.
+    Iterating over a loader yields the batches of epoch 0. A subclass may override `order`,
+    `batch` or `epoch`, of which a run then makes all of its batches, and `__len__`, to end epochs
+    early.
 
     Raises:
       ValueError: There are no data, leaves have different lengths, `batch_size` is below 1,
@@ -191,8 +192,9 @@ class ArrayLoader(SeekableLoader):
         self.drop_remainder = drop_remainder
         self.placement = placement
         self.transform = transform
-        makes_own_batches = type(self).batch is not ArrayLoader.batch
-        self._makes_own_order = shuffle or type(self).order is not ArrayLoader.order
+        cls = type(self)
+        makes_own_batches = (cls.batch, cls.epoch) != (ArrayLoader.batch, ArrayLoader.epoch)
+        self._makes_own_order = shuffle or cls.order is not ArrayLoader.order
         # Only the batches themselves can tell what a function of the user makes of them.
         self.knows_shapes = transform is None and not makes_own_batches
 
@@ -374,7 +376,7 @@ class LoaderBatches(Batches):
     @property
     def full_steps(self) -> int:
         """Batches of full size in an epoch."""
-        return self.data.full_batches
+        return min(self.data.full_batches, self.steps)
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins an epoch at one of its batches."""
@@ -399,7 +401,8 @@ class LoaderBatches(Batches):
         """Makes the next batches."""
         loader, start, examples = self.data, self._next, self._examples()
         # A smaller last batch has a chunk to itself.
-        steps = max(1, min(limit, loader.full_batches - start))
+        # `__len__` may be a subclass's.
+        steps = max(1, min(limit, min(loader.full_batches, self.steps) - start))
         if self._rest is not None:
             # A transform may drop examples, or add some.
             count = example_count(self._rest.peek(), self._example_axis)

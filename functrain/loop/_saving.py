@@ -168,11 +168,6 @@ class Saving:
             if refusal is not None and not manifest.get("done"):
                 raise refusal
             self._require_same_run(manifest)
-            if "metrics" in manifest["trees"] and metrics is None:
-                raise CheckpointMismatchError(
-                    f"{checkpointer.directory}: expected a checkpoint of a step without metrics, "
-                    "got one of a step with metrics. Nothing was loaded."
-                )
             rest = self._rest(manifest, epochs)
             if refusal is not None and not rest.finished:
                 raise refusal
@@ -180,7 +175,7 @@ class Saving:
             # run continues from the last state instead.
             is_final = rest.finished and "final" in manifest["trees"]
             trees = {"final" if is_final else "state": state}
-            if "metrics" in manifest["trees"]:
+            if "metrics" in manifest["trees"] and metrics is not None:
                 trees["metrics"] = metrics
             if release is not None:
                 release()
@@ -202,6 +197,11 @@ class Saving:
         step = restored.position.step
         processes.call_on_first(lambda: checkpointer._directory.set_aside_later(step))
         self._warn_of_differences(manifest, state)
+        if metrics is not None and not (manifest["epoch_over"] or "metrics" in manifest["trees"]):
+            warn(
+                f"metrics: the checkpoint is of a step without metrics, and from within an epoch. "
+                f"Those of epoch {position.epoch} are of its remaining batches only."
+            )
         for name, part in self._parts.items():
             # A part that is new in this run, such as another hook, keeps its initial state.
             if name in restored.documents:

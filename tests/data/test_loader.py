@@ -317,6 +317,16 @@ class Reversed(ArrayLoader):
         return super().order(epoch)[::-1]
 
 
+class Squares(ArrayLoader):
+    def epoch(self, epoch, start=0):
+        return (batch**2 for batch in super().epoch(epoch, start))
+
+
+class Two(ArrayLoader):
+    def __len__(self):
+        return 2
+
+
 class Sevens(ArrayLoader):
     def __iter__(self):
         return iter([np.full(4, 7)] * 2)
@@ -328,6 +338,8 @@ class Sevens(ArrayLoader):
     [
         (Doubled, [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18]]),
         (Reversed, [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]),
+        (Squares, [[0, 1, 4, 9], [16, 25, 36, 49], [64, 81]]),
+        (Two, [[0, 1, 2, 3], [4, 5, 6, 7]]),
         (Sevens, [[7] * 4] * 2),
     ],
 )

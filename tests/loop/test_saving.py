@@ -324,6 +324,37 @@ def test_a_save_before_the_end_of_an_epoch_has_its_metrics(tmp_path: pathlib.Pat
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("every", [14, ft.every(epochs=1)])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_resumed_run_may_have_other_metrics(tmp_path: pathlib.Path, every: Any, adds) -> None:
+    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
+        return (params * batch).mean(), ft.Aux(model_state)
+
+    tx = optax.sgd(0.1)
+    plain = ft.train_step(loss_fn, tx)
+    metered = ft.train_step(loss_fn, tx, metrics={"again": ft.metrics.mean_loss()})
+
+    def fit(step: Any, *hooks: Any, **how: Any) -> Any:
+        state = ft.TrainState.create(params=jnp.ones(()), tx=tx)
+        return ft.fit(state, step, DATA, epochs=3, hooks=hooks, verbose=0, **how)
+
+    whole = fit(metered)
+    before, after = (plain, metered) if adds else (metered, plain)
+    with pytest.raises(SystemExit):
+        fit(before, leave_at(15), checkpointer=ft.Checkpointer(tmp_path, every=every))
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        state, history = fit(after, checkpointer=ft.Checkpointer(tmp_path, every=every))
+    assert state.params == whole.state.params
+    np.testing.assert_array_equal(history.epochs["loss"], whole.history.epochs["loss"])
+    # Metrics of an epoch that began without them are not of all of its batches.
+    is_partial = adds and every == 14
+    assert any("remaining batches" in str(w.message) for w in caught) == is_partial
+    if adds:
+        complete = slice(2 if is_partial else 1, None)
+        expected = whole.history.epochs["again"][complete]
+        np.testing.assert_array_equal(history.epochs["again"][complete], expected)
+
+
 def test_the_end_of_a_run_that_was_stopped_says_so_again(tmp_path: pathlib.Path) -> None:
     for _ in range(2):
         checkpointer = ft.Checkpointer(tmp_path)
