@@ -1,6 +1,7 @@
 """What the tests of the convolution rewrites share: random convolutions, and a judge in float64."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from functrain.rewrites import optimize
-from functrain.rewrites._compile import jit
+from functrain.rewrites._compile import MiscompilationWarning, jit
 from functrain.rewrites._equations import walk_equations
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite
@@ -133,7 +134,10 @@ def check_accuracy(fn: Callable[..., Any], args: Sequence[jax.Array], *rules: Re
     after = rewrite_jaxpr(before, rules)
     assert after is not before
     run = jit(lambda *args: jax.extend.core.jaxpr_as_fun(after)(*args))
-    want, was, got = exact(fn, *args), jax.tree.leaves(jit(fn)(*args)), run(*args)
+    with warnings.catch_warnings():
+        # A drawn padding may be one that this jaxlib computes wrongly outside of functrain.
+        warnings.simplefilter("ignore", MiscompilationWarning)
+        want, was, got = exact(fn, *args), jax.tree.leaves(jit(fn)(*args)), run(*args)
     for x, y, z in zip(jax.tree.leaves(want), was, got, strict=True):
         assert (z.shape, z.dtype, z.weak_type) == (y.shape, y.dtype, y.weak_type)
         error, error_was = (np.abs(np.asarray(v, np.float64) - x).max() for v in (z, y))
