@@ -8,7 +8,7 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._arguments import argument_advice
-from functrain.common._checks import require_no_problems
+from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree, Step
 from functrain.data._adapt import as_batches
 from functrain.data._batch import example_count
@@ -69,7 +69,7 @@ def predict(
     Raises:
       TypeError: The step has metrics, or `state` is not a state.
       ValueError: The loader shuffles or drops examples, or there are no batches, or an output does
-        not have one row for each example.
+        not have one row for each example, or has another shape than that of the first batch.
 
     Examples:
       >>> import numpy as np
@@ -102,8 +102,13 @@ def predict(
     signals = DeferredSignals()
 
     def dispatched() -> Iterator[tuple[PyTree, int]]:
+        first = None
         for chunk in chunks(batches, plan):
-            yield _require_examples(driver.run(chunk), chunk), chunk.steps
+            rows = _require_examples(driver.run(chunk), chunk)
+            shapes = jax.tree.map(lambda x: x.shape[2:], rows)
+            first = shapes if first is None else first
+            _require_same_shapes(first, shapes)
+            yield rows, chunk.steps
             # Of a fit, one of whose hooks this is.
             signals.handle_pending()
 
@@ -140,6 +145,16 @@ def _require_examples(rows: PyTree, chunk: Chunk) -> PyTree:
         "functrain.predict_step(model) to predict.",
     )
     return rows
+
+
+def _require_same_shapes(first: PyTree, shapes: PyTree) -> None:
+    """Raises ValueError unless the outputs of an example have the shapes of the first batch."""
+    expected = f"{first} for each example of all batches"
+    advice = (
+        "They are joined along the examples: let the step pad them, or predict the batches of each "
+        "shape on their own."
+    )
+    require(shapes == first, "outputs", expected, shapes, advice)
 
 
 def _require_order(batches: Batches) -> None:

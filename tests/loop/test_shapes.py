@@ -258,3 +258,13 @@ def test_fuse_promotes_a_weakly_typed_state_as_scan_does(unroll: int) -> None:
         assert rows["state"].tolist() == logs["state"].tolist()
     with pytest.raises(TypeError, match=r"expected int32\[\], got float32\[\]"):
         ft.fuse(step, 3)(jnp.int32(1), xs)
+
+
+@pytest.mark.parametrize("fuse", [1, 3])
+def test_outputs_of_several_shapes_are_not_joined(fuse: int) -> None:
+    lengths = [np.ones((2, n), np.float32) for n in (3, 3, 5, 3)]
+    words = r"outputs: expected {'a': \(3,\)} for each example of all batches, got .*pad them"
+    with pytest.raises(ValueError, match=words):
+        ft.predict(0.0, lambda state, x: (state, {"a": x}), lengths, fuse=fuse)
+    sums = ft.predict(0.0, lambda state, x: (state, {"a": x.sum(1)}), lengths, fuse=fuse)
+    np.testing.assert_array_equal(sums["a"], np.repeat([3.0, 3.0, 5.0, 3.0], 2))
