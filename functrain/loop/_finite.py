@@ -31,21 +31,23 @@ class LossWatch:
 
     def logs(self, event: LogsReady) -> None:
         """Checks the steps of a chunk."""
-        is_finite, has_loss = np.ones(event.steps, bool), False
-        for name, losses in event.logs.items():
-            if not name.endswith("loss"):
-                continue
-            has_loss = True
-            is_bad = ~np.isfinite(losses.astype(np.float64))
+        names = [name for name in event.logs if name.endswith("loss")]
+        bad_steps = []
+        for name in names:
+            is_bad = ~np.isfinite(event.logs[name].astype(np.float64))
             for count in skip_counts(name, event.logs):
                 is_bad &= ~(event.logs[count] > 0)
             # The loop calls this for every chunk, and nearly all losses are finite.
             if is_bad.any():
                 is_bad = is_bad.reshape(event.steps, -1)
-                is_finite &= ~is_bad.all(axis=1)
+                bad_steps.append(is_bad.all(axis=1))
                 self._store_first(event, name, is_bad)
-        if has_loss and is_finite.any():
-            self.last_finite = event.step - int(is_finite[::-1].argmax())
+        if names and not bad_steps:
+            self.last_finite = event.step
+        elif bad_steps:
+            finite_steps = np.flatnonzero(~np.any(bad_steps, axis=0))
+            if finite_steps.size:
+                self.last_finite = event.step - event.steps + 1 + int(finite_steps[-1])
 
     def _store_first(self, event: LogsReady, name: str, is_bad: np.ndarray) -> None:
         """Stores the first bad step of each member; `is_bad` is `bool[steps, N]`."""
