@@ -167,6 +167,7 @@ class EarlyStopping:
             self._handle_missing_value(event)
 
     def _compare(self, event: Event, value: Any) -> None:
+        require(is_number(value), self.monitor, "a number", value, error=TypeError)
         self._update(event, np.asarray(float(value)), np.asarray(True))
 
     def _update(self, event: Event, values: np.ndarray, active: np.ndarray) -> np.ndarray:

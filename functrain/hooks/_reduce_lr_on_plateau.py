@@ -86,7 +86,6 @@ class ReduceLROnPlateau(EarlyStopping):
     def _reset(self) -> None:
         super()._reset()
         self._cooldown_left = 0
-        self._are_rates_checked = False
 
     def state(self) -> dict[str, Any]:
         """Returns the best value, the values since, and those that are not counted yet."""
@@ -97,14 +96,19 @@ class ReduceLROnPlateau(EarlyStopping):
         super().restore(state)
         self._cooldown_left = int(state["cooldown_left"])
 
-    def __call__(self, event: Event, /) -> None:
-        """Compares the value with the best one, if the event has it, and may lower the rate."""
-        if not self._are_rates_checked:
-            _require_rates(event.state)
-            self._are_rates_checked = True
-        super().__call__(event)
+    @staticmethod
+    def require_rates(state: PyTree) -> None:
+        """Raises ValueError unless a state has a learning rate that can be set."""
+        if not _rate_paths(state):
+            raise ValueError(
+                "ReduceLROnPlateau: expected a state with a learning rate that is injected as a "
+                "number, got none. Create the optimizer as "
+                "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), with a number and not a "
+                "schedule."
+            )
 
     def _compare(self, event: Event, value: Any) -> None:
+        require(is_number(value), self.monitor, "a number", value, error=TypeError)
         new = np.asarray(float(value))
         is_first = self._failures < 0
         if self._cooldown_left:
@@ -123,6 +127,7 @@ class ReduceLROnPlateau(EarlyStopping):
 
     def _reduce(self, event: Event) -> bool:
         """Lowers the rates in the state of an event; returns False if none is above `min_lr`."""
+        self.require_rates(event.state)
         leaves = dict(_tree.leaves_with_path(event.state))
         is_reduced = False
         for path in _rate_paths(event.state):
@@ -148,15 +153,3 @@ def _rate_paths(state: PyTree) -> list[str]:
         for path in paths
         if path.endswith(endings) and path.removesuffix(endings[0]) not in schedules - {""}
     ]
-
-
-def _require_rates(state: PyTree) -> None:
-    """Raises ValueError unless a state has a learning rate that can be set."""
-    if _rate_paths(state):
-        return
-    raise ValueError(
-        "ReduceLROnPlateau: expected a state with a learning rate that is injected as a number, "
-        "got none. Create the optimizer as "
-        "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), with a number and not a "
-        "schedule."
-    )

@@ -1,6 +1,6 @@
 """Calls of modules as ``module(inputs)``: their arguments, and the state that they leave."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -60,13 +60,14 @@ def require_one_input(module: Any, base: str, mode: Collection[str], advice: str
 
 
 def restrict_to(reference: PyTree, tree: PyTree) -> PyTree:
-    """Returns the entries of a nested dict that `reference` has too.
+    """Returns the entries of a nested mapping that `reference` has too, in its types.
 
     Entries that a call added are left out: the structure of a state must not change.
     """
-    if isinstance(reference, dict) and isinstance(tree, dict):
-        return {
+    if isinstance(reference, Mapping) and isinstance(tree, Mapping):
+        kept = {
             name: restrict_to(below, tree.get(name, below)) for name, below in reference.items()
         }
+        return type(reference)(kept)  # type: ignore[call-arg]  # of dict, or flax's FrozenDict
     # Without leaves `reference` may be () where nnx has {}, and stays as it is.
     return tree if jax.tree.leaves(reference) else reference

@@ -6,6 +6,7 @@ import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.core import unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from functrain.common import _tree
@@ -23,7 +24,7 @@ def from_linen(module: nn.Module) -> Model:
     If the module's ``__call__`` takes an argument named `training`, `train`, `deterministic` or
     `use_running_average`, `apply` passes it; the last two as ``not training``. An argument that
     the module also has as a field with a value is not passed, since linen accepts it in one place
-    only.
+    only. A module that takes it as ``**kwargs`` does not get it: name the argument.
 
     Args:
       module: An instance of `flax.linen.Module`, called as ``module(inputs)``: `inputs` is one
@@ -64,7 +65,8 @@ def from_linen(module: nn.Module) -> Model:
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         mode = _linen_switches(module, False)
-        variables = dict(module.init(key, inputs, **mode))
+        # flax returns FrozenDicts if it is configured to.
+        variables = unfreeze(module.init(key, inputs, **mode))
         # Sown values and perturbations belong to one application, not to the state that the next
         # one receives: they are as large as its batch.
         for name in ("losses", "intermediates", "perturbations"):
@@ -77,7 +79,7 @@ def from_linen(module: nn.Module) -> Model:
                 lambda: module.apply(variables, inputs, rngs=key, mutable=list(collections), **mode)
             )
         params = variables.pop("params", {})
-        model_state = _without_grown(variables, collections)
+        model_state = _without_grown(variables, unfreeze(collections))
         if OVERWRITE_WITH_GRADIENT in model_state:
             scales = model_state[OVERWRITE_WITH_GRADIENT]
             model_state[OVERWRITE_WITH_GRADIENT] = OverwrittenByGradient(scales)
@@ -136,10 +138,8 @@ def from_linen(module: nn.Module) -> Model:
         if training and collections:
             # Variables that the module creates in this call are dropped: the structure of
             # model_state must stay the same from step to step.
-            model_state = restrict_to(collections, updated)
-            if OVERWRITE_WITH_GRADIENT in collections:
-                # A call reads the scales, and the step replaces them.
-                model_state[OVERWRITE_WITH_GRADIENT] = scales
+            # A call reads the scales of float8, and the step replaces them.
+            model_state = restrict_to(model_state, {**updated, OVERWRITE_WITH_GRADIENT: scales})
         return ModelOutput(outputs, model_state, losses)
 
     return Model(init, apply)

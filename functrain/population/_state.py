@@ -77,6 +77,8 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         # ends at the first IndexError.
         count = len(self)
         expected = f"a number from 0 to {count - 1}"
+        is_index = hasattr(i, "__index__")
+        require(is_index, "member", expected, i, "list(population)[...] slices.", error=TypeError)
         require(-count <= i < count, "member", expected, i, error=IndexError)
         # Copied, since a program may consume the state of a member, or the population.
         return join(jax.tree.map(lambda x: x[i], self.states), _tree.copy(self.shared))

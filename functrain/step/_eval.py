@@ -146,7 +146,9 @@ def predict_step(model: Model, *, inputs: Part | None = None) -> Step[TrainState
         x = batch if inputs is None else select(batch, inputs, "inputs")
         try:
             with error_notes(x, state.params):
-                output = apply_model(model, state.params, state.model_state, x)
+                output = apply_model(
+                    model, state.params, state.model_state, x, rng=None, training=False
+                )
             return state, output.outputs
         except Exception as error:
             # Some models take a tuple of inputs, so that a batch (x, y) is noticed only when it

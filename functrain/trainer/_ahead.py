@@ -19,18 +19,19 @@ from functrain.hooks._early_stopping import EarlyStopping
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._logger import Logger
 from functrain.hooks._profile import Profile
+from functrain.hooks._reduce_lr_on_plateau import ReduceLROnPlateau
 from functrain.hooks._sample import Sample
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.hooks._watchdog import Watchdog
 from functrain.loop._require import require_batches
 from functrain.step._metered import MeteredStep
 
-# Errors for EarlyStopping, by whether the step trains a population.
-_WRONG_EARLY_STOPPING = {
-    True: "hooks: expected functrain.population.EarlyStopping, which stops each member separately, "
-    "got functrain.hooks.EarlyStopping, which watches one value.",
-    False: "hooks: expected functrain.hooks.EarlyStopping, got that of a population. The step of "
-    "a population is functrain.population.step(step).",
+# Errors for hooks that monitor a value, by whether the step trains a population.
+_WRONG_MONITOR = {
+    True: "hooks: expected functrain.population.EarlyStopping, which watches each member, got "
+    "{}, which watches one value.",
+    False: "hooks: expected functrain.hooks.{}, got that of a population. The step of a population "
+    "is functrain.population.step(step).",
 }
 # Hooks that add no values to events.
 _ADD_NO_VALUES = (EarlyStopping, Logger, Profile, Sample, TerminateOnNaN, Watchdog)
@@ -94,7 +95,9 @@ def look_ahead(
         knows_all_names &= isinstance(hook, (Evaluate, *_ADD_NO_VALUES))
         if isinstance(hook, EarlyStopping):
             if hook.of_members != is_population:
-                raise ValueError(_WRONG_EARLY_STOPPING[is_population])
+                raise ValueError(_WRONG_MONITOR[is_population].format(type(hook).__name__))
+            if isinstance(hook, ReduceLROnPlateau):
+                hook.require_rates(state)
             if knows_all_names:
                 missing += {hook.monitor} - names
     # What is not a checkpointer at all is refused elsewhere.

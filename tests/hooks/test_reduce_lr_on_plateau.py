@@ -105,7 +105,7 @@ def test_a_state_without_a_rate_to_set_is_refused_before_the_first_step(tx: Any)
             hooks=[ft.hooks.ReduceLROnPlateau("loss"), lambda e: seen.append(e.step)],
             verbose=0,
         )
-    assert max(seen, default=0) == 0
+    assert not seen
 
 
 def test_a_resumed_fit_lowers_the_rate_where_the_uninterrupted_one_does(tmp_path: Any) -> None:
@@ -145,3 +145,12 @@ def test_the_state_of_a_keras_optimizer_has_a_rate_to_set() -> None:
 def test_arguments_out_of_range_are_refused(arguments: Any) -> None:
     with pytest.raises(ValueError, match=next(iter(arguments))):
         ft.hooks.ReduceLROnPlateau(**arguments)
+
+
+@pytest.mark.parametrize("hook", [ft.hooks.ReduceLROnPlateau, ft.hooks.EarlyStopping])
+def test_a_value_with_axes_is_refused_by_name(hook: Any) -> None:
+    event = ft.events.EpochEnd(
+        position=ft.Position(step=1), state=create(), values={"val_loss": np.ones(1)}
+    )
+    with pytest.raises(TypeError, match="val_loss: expected a number"):
+        hook("val_loss")(event)

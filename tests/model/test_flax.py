@@ -128,6 +128,22 @@ def test_linen_module_without_state_keeps_the_model_state_it_is_given():
         assert got.losses == ()
 
 
+@pytest.mark.parametrize("is_configured", [True, False])
+def test_linen_takes_the_frozen_dicts_of_flax(linen, is_configured):
+    model, params, model_state = linen
+    before = flax.config.flax_return_frozendict
+    flax.config.update("flax_return_frozendict", is_configured)
+    try:
+        assert equal(model.init(jax.random.key(0), X), (params, model_state))
+        frozen = flax.core.freeze(model_state)
+        got = model.apply(flax.core.freeze(params), frozen, X, rng=KEY, training=True)
+    finally:
+        flax.config.update("flax_return_frozendict", before)
+    want = model.apply(params, model_state, X, rng=KEY, training=True)
+    assert equal(got.outputs, want.outputs)
+    assert equal(got.model_state, flax.core.freeze(want.model_state))
+
+
 def test_linen_inputs_is_one_pytree():
     class Two(nn.Module):
         @nn.compact

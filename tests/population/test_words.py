@@ -202,6 +202,8 @@ def test_a_metric_that_nobody_computes_is_refused_before_the_first_step(tmp_path
 def test_a_value_a_member_is_not_one_value(tmp_path) -> None:
     with pytest.raises(ValueError, match=re.escape("functrain.population.EarlyStopping")):
         watched(hooks=[lambda event: None, ft.hooks.EarlyStopping("val_loss")])
+    with pytest.raises(ValueError, match="got ReduceLROnPlateau, which watches one value"):
+        watched(hooks=[ft.hooks.ReduceLROnPlateau("val_loss")])
     with pytest.raises(ValueError, match="'val_loss/0'"):
         watched(checkpointer=ft.Checkpointer(tmp_path / "run", monitor="val_loss"))
     with pytest.raises(ValueError, match=re.escape("is functrain.population.step")):
@@ -242,3 +244,9 @@ def test_a_path_with_brackets_is_perturbed_and_set() -> None:
     )
     # The best member, the last one, replaces the worst, and the copy is perturbed.
     np.testing.assert_array_equal(new.states["rates[0]"]["w"], [40.0, 2.0, 3.0, 4.0])
+
+
+@pytest.mark.parametrize("index", [slice(1, 3), "loss", 1.0])
+def test_what_is_no_number_of_a_member_is_refused(index) -> None:
+    with pytest.raises(TypeError, match="member: expected a number from 0 to 2"):
+        P.stack([{"w": jnp.zeros(2)}] * 3)[index]

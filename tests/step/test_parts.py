@@ -92,6 +92,19 @@ def test_micro_batches_of_a_dict_keep_labels_and_weights() -> None:
     np.testing.assert_allclose(logs["loss"], np.average(losses64(), weights=WEIGHT), rtol=1e-6)
 
 
+def test_a_model_with_the_signature_of_the_guide_is_predicted() -> None:
+    def apply(params, model_state, x, *, rng, training):
+        assert rng is None
+        assert not training
+        return ft.ModelOutput(x @ params, model_state)
+
+    weights = np.arange(6, dtype=np.float32).reshape(3, 2)
+    state = ft.TrainState.create(params=weights, tx=optax.sgd(0.1))
+    x = np.eye(5, 3, dtype=np.float32)
+    step = ft.predict_step(ft.Model(lambda key, x: (weights, ()), apply))
+    np.testing.assert_array_equal(ft.predict(state, step, ft.ArrayLoader(x, 2)), x @ weights)
+
+
 def test_a_dict_is_predicted_from_its_inputs() -> None:
     data = ft.ArrayLoader({"image": X, "label": Y}, 16)
     outputs = ft.predict(state(), ft.predict_step(MODEL, inputs="image"), data)
