@@ -110,7 +110,7 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
 
 def _to_storable(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
     """Returns the plain array that is stored for a leaf."""
-    if isinstance(leaf, jax.Array):
+    if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
         if leaf.is_deleted():
             raise ValueError(
                 f"{path}: expected a live array, got {_tree.strong_spec(leaf)} that was donated to "
@@ -122,10 +122,10 @@ def _to_storable(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
         is_numeric = leaf.dtype.kind in "biufc" or leaf.dtype.type.__module__ == "ml_dtypes"
         if is_numeric and not isinstance(leaf, np.ma.MaskedArray):
             return np.asarray(leaf)
-    raise TypeError(
-        f"{path}: expected an array of numbers, got {_tree.spec(leaf)}. Convert it with "
-        "jnp.asarray, or keep it out of the state."
-    )
+    got, advice = _tree.spec(leaf), "Convert it with jnp.asarray, or keep it out of the state."
+    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+        got, advice = f"{got} without a value", "Call this outside of jit, with a state of arrays."
+    raise TypeError(f"{path}: expected an array of numbers, got {got}. {advice}")
 
 
 def _private_copy(array: np.ndarray) -> np.ndarray:
@@ -149,8 +149,8 @@ def cpu_device() -> jax.Device | None:
         return None
 
 
-def require_leaves(directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
-    """Raises CheckpointMismatchError if a checkpoint has other leaves. No array is read."""
+def differences(manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> list[str]:
+    """Returns a line for each leaf of trees that a checkpoint lacks, or has in another form."""
     # Weak types count as strong ones: arrays are strongly typed when they are restored.
     expected = {name: _tree.strong_spec(leaf) for name, leaf in named_leaves(likes).items()}
     saved = {}
@@ -166,6 +166,12 @@ def require_leaves(directory: str, manifest: Mapping[str, Any], likes: dict[str,
             lines.append(f"{path}: not expected (saved {saved[name]})")
         elif saved[name] != expected[name]:
             lines.append(f"{path}: saved {saved[name]}, expected {expected[name]}")
+    return lines
+
+
+def require_leaves(directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
+    """Raises CheckpointMismatchError if a checkpoint has other leaves. No array is read."""
+    lines = differences(manifest, likes)
     if lines:
         raise CheckpointMismatchError(
             f"{directory}: its leaves are not those expected:\n{_tree.bullets(lines)}\n"

@@ -88,6 +88,12 @@ def as_position(state: Any, position: Position | int | None) -> Position:
         position = int(step)
     if is_integer(position, 0):
         return Position(position)
-    expected = "a functrain.Position, or a step of at least 0"
-    require(isinstance(position, Position), "position", expected, position, error=TypeError)
+    require(
+        isinstance(position, Position),
+        "position",
+        "a functrain.Position, or a step of at least 0",
+        position,
+        "Of an array: int(state.step).",
+        error=TypeError,
+    )
     return require_position(position)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol, Self
 
+from functrain.checkpoint import _leaves
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._manifest import differences, fingerprint
@@ -175,13 +176,16 @@ class Saving:
             # run continues from the last state instead.
             is_final = rest.finished and "final" in manifest["trees"]
             trees = {"final" if is_final else "state": state}
-            if "metrics" in manifest["trees"] and metrics is not None:
+            has_metrics = metrics is not None and "metrics" in manifest["trees"]
+            if has_metrics and not _leaves.differences(manifest, {"metrics": metrics}):
                 trees["metrics"] = metrics
             if release is not None:
+                target = checkpointer._directory.target(manifest["step"])
+                _leaves.require_leaves(target, manifest, trees)
                 release()
             return trees
 
-        # `trees_to_read` raises before any array is read.
+        # `trees_to_read` raises before any array is read, or released.
         restored, trees, manifest = checkpointer._read(trees_to_read)
         self._require_mesh(manifest, state)
         rest = self._rest(manifest, epochs)
@@ -197,10 +201,10 @@ class Saving:
         step = restored.position.step
         processes.call_on_first(lambda: checkpointer._directory.set_aside_later(step))
         self._warn_of_differences(manifest, state)
-        if metrics is not None and not (manifest["epoch_over"] or "metrics" in manifest["trees"]):
+        if metrics is not None and not (manifest["epoch_over"] or "metrics" in trees):
             warn(
-                f"metrics: the checkpoint is of a step without metrics, and from within an epoch. "
-                f"Those of epoch {position.epoch} are of its remaining batches only."
+                "metrics: the checkpoint is from within an epoch, and of a step with other metrics "
+                f"or none. Those of epoch {position.epoch} are of its remaining batches only."
             )
         for name, part in self._parts.items():
             # A part that is new in this run, such as another hook, keeps its initial state.

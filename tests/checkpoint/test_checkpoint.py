@@ -281,6 +281,11 @@ def test_a_resumed_fit_takes_shapes_for_a_state(tmp_path) -> None:
     fit(consumed, 3, donate=True)
     assert consumed["w"].is_deleted()
     assert consumed["key"].is_deleted()
+    # What does not fit is refused before the state is taken.
+    refused = create() | {"w": jnp.zeros(4)}
+    with pytest.raises(ft.CheckpointMismatchError, match=r"w: saved float32\[3\], expected"):
+        fit(refused, 4, donate=True)
+    assert not any(leaf.is_deleted() for leaf in (refused["w"], refused["key"]))
     assert digest(fit(jax.eval_shape(create), 4)) == expected
     mesh = ft.sharding.mesh({"data": -1})
     abstract = jax.eval_shape(create)

@@ -4,6 +4,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +34,21 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a list of values": (lambda: saver().save(STATE, 1, values=[1]), TypeError, "values: .*list"),  # type: ignore[arg-type]
     "documents": (lambda: saver().save(STATE, 1, documents=3), TypeError, "documents: .*got int"),  # type: ignore[arg-type]
     "step": (lambda: saver().save(STATE, -1), TypeError, "position: .*at least 0, got -1"),
+    "a step in an array": (
+        lambda: saver().save(STATE, jnp.int32(3)),  # type: ignore[arg-type]
+        TypeError,
+        r"position: .*got int32\[\]\. Of an array: int\(state\.step\)",
+    ),
+    "a traced state": (
+        lambda: jax.jit(lambda state: ft.save("s", state))(STATE),
+        TypeError,
+        r"w: .*got float32\[2\] without a value.*outside of jit",
+    ),
+    "the shapes of a state": (
+        lambda: saver().save(jax.eval_shape(lambda: STATE), 1),
+        TypeError,
+        r"w: .*got float32\[2\] without a value",
+    ),
     "restore": (lambda: saver().restore(STATE, "3"), ValueError, "step: .*got '3'"),  # type: ignore[arg-type]
     "verify": (lambda: saver().verify(1.5), ValueError, r"step: .*got 1\.5"),  # type: ignore[arg-type]
     "rollback": (lambda: saver().rollback(-1), ValueError, "step: .*got -1"),
