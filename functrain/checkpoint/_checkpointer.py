@@ -256,14 +256,20 @@ class Checkpointer:
         require_integer("step", step, 0)
         with self._save_lock:
             self.wait()
+            group, is_writer = _processes.main_group, self._directory.is_locked()
             # First, since the next line would create the directory.
-            _processes.main_group.call_on_first(lambda: self._directory.find(step))
-            _processes.main_group.call_on_first(self._directory.require_writable)
-            self._visible_steps()
-            with _processes.main_group.raise_in_all():
-                # Otherwise a rollback to a damaged checkpoint could leave no intact one.
-                _storage.verify(self._directory.find(step))
-            _processes.main_group.call_on_first(lambda: self._directory.remove_later(step))
+            group.call_on_first(lambda: self._directory.find(step))
+            group.call_on_first(self._directory.require_writable)
+            try:
+                self._visible_steps()
+                with group.raise_in_all():
+                    # Otherwise a rollback to a damaged checkpoint could leave no intact one.
+                    _storage.verify(self._directory.find(step))
+                group.call_on_first(lambda: self._directory.remove_later(step))
+            finally:
+                # The run that resumes may have another checkpointer.
+                if not is_writer:
+                    self._directory.release()
 
     def wait(self) -> None:
         """Waits for the save in progress, and raises its error."""

@@ -249,3 +249,20 @@ def test_a_rollback_where_nothing_is_makes_no_directory(tmp_path) -> None:
     with pytest.raises(FileNotFoundError, match="expected one of the steps"):
         ft.Checkpointer(tmp_path / "mistyped").rollback(3)
     assert not os.listdir(tmp_path)
+
+
+def test_after_a_rollback_another_checkpointer_may_write(tmp_path) -> None:
+    like, first = {"w": jnp.zeros(2)}, ft.Checkpointer(tmp_path)
+    for step in (1, 2):
+        first.save(like, step)
+    first.rollback(1)
+    # It has been saving, so it goes on being the writer.
+    with pytest.raises(RuntimeError, match="only writer of this directory"):
+        ft.Checkpointer(tmp_path).save(like, 2)
+    first.close()
+    first.rollback(1)
+    with pytest.raises(ValueError, match="step: "):
+        first.rollback(-1)
+    with ft.Checkpointer(tmp_path) as second:
+        second.save(like, 2)
+    assert first.steps() == [1, 2]

@@ -364,6 +364,10 @@ def test_other_values_are_refused_on_resume_as_those_of_a_list_are(tmp_path, pla
     train(x.copy(), 2)
     with pytest.raises(ValueError, match="x of the data: saved with"):
         train(x + 1, 3)
+    one = x.copy()
+    one[-1, -1] = 7
+    with pytest.raises(ValueError, match=rf"x of the data: saved with {x[-1, -1]:.4g}, now 7\n"):
+        train(one, 3)
 
 
 # -------------------------------------------------------------------------------------------------
