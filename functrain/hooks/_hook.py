@@ -1,6 +1,7 @@
 """Hooks: functions that a loop calls with its events."""
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -106,6 +107,9 @@ def _require_hook(hook: Any, name: str) -> None:
         )
     elif not callable(hook):
         got = _repr.brief(hook)
+    elif inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook):
+        got = f"{describe_signature(hook)}, whose body a call does not run"
+        advice = "Write it without async and yield."
     elif not accepts(hook, 1):
         got, advice = describe_signature(hook), "The event has the step, the state and the values."
     if got:

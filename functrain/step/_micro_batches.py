@@ -45,10 +45,10 @@ def micro_batches(loss_fn: LossFn, size: int) -> LossFn:
         the divisor in ``Aux.weight``, as `supervised` does for ``reduction="weighted_mean"`` and
         for the masks and weights of `bridge.loss`.
       size: Examples in a micro-batch. All arguments after `model_state` are split along their
-        first axis; the loss closes over arrays that must not be split. Of n micro-batches, the
-        i-th has every n-th example from i on, and so lies on as many devices as the batch. The
-        remaining examples form a smaller last micro-batch. Batches of up to `size` examples are
-        not split.
+        first axis, except for numbers; the loss closes over arrays that must not be split. Of n
+        micro-batches, the i-th has every n-th example from i on, and so lies on as many devices as
+        the batch. The remaining examples form a smaller last micro-batch. Batches of up to `size`
+        examples are not split.
 
     Returns:
       The loss, with an Aux of all examples: `outputs` are concatenated, `logs` are weighted means.
@@ -182,9 +182,13 @@ def _is_primal(x: Any) -> bool:
 def _split(x: jax.Array, parts: int) -> jax.Array:
     """Returns `[parts, size, ...]`: the i-th part has every n-th example from i on.
 
+    A number is in each part.
+
     Consecutive examples lie on one device of a sharded batch. A part of consecutive examples would
     leave the other devices idle.
     """
+    if _is_number(x):
+        return jnp.broadcast_to(x, (parts,))
     return x.reshape(x.shape[0] // parts, parts, *x.shape[1:]).swapaxes(0, 1)
 
 
@@ -230,7 +234,7 @@ def _scan_parts(
     count = _example_count(args)
     full_parts = count // size
     full_count = full_parts * size
-    divisible = args if count == full_count else jax.tree.map(lambda x: x[:full_count], args)
+    divisible = args if count == full_count else _slice(args, slice(full_count))
     parts = jax.tree.map(lambda x: _split(x, full_parts), divisible)
 
     # The shapes of one micro-batch, for the zeros that the scan begins with.
@@ -245,7 +249,7 @@ def _scan_parts(
     rows = jax.tree.map(_join, rows)
     # A scan takes parts of one size only, so the smaller last one follows it.
     if count % size:
-        remainder = jax.tree.map(lambda x: x[full_count:], args)
+        remainder = _slice(args, slice(full_count, None))
         carry, last_rows = step(carry, (full_parts, remainder))
         rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), rows, last_rows)
     model_state, (weight, *sums), new_scales = carry
@@ -278,8 +282,8 @@ def _weigh(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> tuple[PyT
 
 
 def _example_count(args: PyTree) -> int:
-    """Returns the size of the first axis; raises ValueError unless all leaves share it."""
-    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(args)}
+    """Returns the size of the first axis; raises ValueError unless all but numbers share it."""
+    sizes = {jnp.shape(x)[:1] for x in jax.tree.leaves(args) if not _is_number(x)}
     if len(sizes) != 1 or () in sizes:
         got = _tree.format_leaves(args) or "  no arrays"
         expected = "arrays that share their first axis, that of the examples"
@@ -287,6 +291,15 @@ def _example_count(args: PyTree) -> int:
         require_no_problems("micro_batches", got, expected, advice)
     ((count,),) = sizes
     return int(count)
+
+
+def _is_number(x: Any) -> bool:
+    """Returns True for a scalar. A key is none: all micro-batches would draw the same numbers."""
+    return jnp.ndim(x) == 0 and not _tree.is_key(x)
+
+
+def _slice(args: PyTree, rows: slice) -> PyTree:
+    return jax.tree.map(lambda x: x if _is_number(x) else x[rows], args)
 
 
 def _check_mean(aux: Aux) -> None:

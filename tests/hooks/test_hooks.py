@@ -274,6 +274,14 @@ def test_settings_that_make_no_sense_are_refused(make, message) -> None:
         make()
 
 
+async def coroutine(event):
+    event.stop()
+
+
+def generator(event):
+    yield event.stop()
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -281,6 +289,8 @@ def test_settings_that_make_no_sense_are_refused(make, message) -> None:
         (lambda path: ft.hooks.CSVLogger, r"got the class CSVLogger\. Pass an object of it"),
         (ft.Checkpointer, r"got a Checkpointer\. Pass it as checkpointer="),
         (keras.callbacks.CSVLogger, r"got the Keras callback CSVLogger\. .*bridge\.fit"),
+        (lambda path: coroutine, r"got coroutine\(event\), whose body a call does not run"),
+        (lambda path: generator, r"got generator\(event\), whose body a call does not run"),
         (lambda path: lambda step, logs: None, r"got <lambda>\(step, logs\)"),
     ],
 )

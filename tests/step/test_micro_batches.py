@@ -253,7 +253,7 @@ def closed(params, model_state, x, *, rng, training):
     [
         (0, X, "size: expected an integer of at least 1, got 0"),
         (2, (X, Y[:9]), r"share their first axis.*\n  0/0: float32\[10, 6\]\n  0/1: int32\[9\]"),
-        (2, (X, np.float32(1)), r"share their first axis"),
+        (2, (X, jax.random.key(0)), r"share their first axis"),
         (2, (), "got\n  no arrays"),
     ],
 )

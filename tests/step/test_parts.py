@@ -81,10 +81,13 @@ def test_parts_of_any_batch_train_and_are_measured(parts, data, size) -> None:
     )
 
 
-def test_micro_batches_of_a_dict_keep_labels_and_weights() -> None:
-    batch = {"image": X, "label": Y, "mask": WEIGHT}
-    loss_fn = ft.supervised(MODEL, CROSS_ENTROPY, reduction="weighted_mean", **KEYS)
-    small = ft.micro_batches(loss_fn, 7)
+@pytest.mark.parametrize("size", [7, 8])
+def test_micro_batches_of_a_dict_keep_labels_and_weights(size) -> None:
+    # A number belongs to all examples.
+    batch = {"image": X, "label": Y, "mask": WEIGHT, "temperature": 0.5, "t": np.float32(2)}
+    parts = KEYS | {"inputs": lambda b: b["image"] * b["temperature"] * b["t"]}
+    loss_fn = ft.supervised(MODEL, CROSS_ENTROPY, reduction="weighted_mean", **parts)
+    small = ft.micro_batches(loss_fn, size)
     step = ft.train_step(small, TX, metrics={"accuracy": ft.metrics.accuracy()})
     metered, logs = jax.jit(step)(step.start(state()), batch)
     accuracy = step.metrics.compute(metered.metrics)["accuracy"]
