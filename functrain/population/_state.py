@@ -23,7 +23,8 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
     It can be copied, saved and sharded like any other state. ``population[i]`` is the state of
     member i, as it would be alone; ``len(population)`` is N, and ``list(population)`` works. To
     shard the axis of members over devices, use ``jax.device_put(population, NamedSharding(mesh,
-    PartitionSpec("members")))``, or with shared leaves, which lack that axis,
+    PartitionSpec("members")))`` with ``mesh = functrain.sharding.mesh({"members": -1})``, or with
+    shared leaves, which lack that axis,
     ``population.replace(states=jax.device_put(population.states, ...))``.
 
     Attributes:
@@ -75,6 +76,7 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         """Returns the state of one member, with a copy of the leaves that members share."""
         # jax clamps an index that is out of range, so it is checked here; and list(population)
         # ends at the first IndexError.
+        require_population(self)
         count = len(self)
         expected = f"a number from 0 to {count - 1}"
         is_index = hasattr(i, "__index__")
@@ -221,13 +223,21 @@ def _stack(states: Iterable[PyTree], shared: str | Sequence[str]) -> PopulationS
 
 
 def require_population(population: Any, name: str = "state") -> None:
-    """Raises TypeError unless an argument is a population."""
+    """Raises TypeError unless an argument is a population, ValueError if its axis is explicit."""
     advice = (
         "Create one with functrain.population.create(make_state, key, members=N), stack(states), "
         "or PopulationState.of(stacked)."
     )
     expected = "a functrain.population.PopulationState"
     require_instance(name, population, PopulationState, expected, advice)
+    # Shardings that the compiler chooses are not part of the type.
+    spec = getattr(jax.typeof(population.active).sharding, "spec", ())
+    expected = "members on an axis of a mesh with automatic axes"
+    advice = (
+        "jax.make_mesh makes explicit ones. Take functrain.sharding.mesh({'members': -1}), or pass "
+        "axis_types=(jax.sharding.AxisType.Auto,) to jax.make_mesh."
+    )
+    require(not any(spec), name, expected, spec, advice)
 
 
 def _count_members(members: int | None, hyperparameters: Mapping[str, Any]) -> int:
