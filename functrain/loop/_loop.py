@@ -197,7 +197,17 @@ class Loop:
         # Other processes read both counts to see whether this one still takes part in the run.
         if self.stopping is not None:
             self.stopping.started += chunk.steps
-        rows = self.driver.run(chunk)
+        try:
+            rows = self.driver.run(chunk)
+        except Exception as error:
+            # After an error only: looking at each leaf of the state takes time.
+            if "has been deleted" in str(error) and not self.driver.is_complete():
+                raise ValueError(
+                    "event.state: expected live arrays, got some that a program of a hook took "
+                    "over (donation). Assign the state that it returned, event.state = new_state, "
+                    "or pass it a copy."
+                ) from error
+            raise
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)

@@ -331,8 +331,8 @@ def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin:
     last = events.last_complete_state()
     if last is None:
         error.add_note(
-            f"A program failed within the {events.position.step:,} steps that were begun, and had "
-            "consumed the state. fit(checkpointer=) saves the state at intervals."
+            f"Nothing is left of the {events.position.step:,} steps that were begun: a program "
+            "had consumed the state. fit(checkpointer=) saves the state at intervals."
         )
         return
     state, position = last

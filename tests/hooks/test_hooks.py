@@ -656,6 +656,25 @@ def test_the_containers_passed_to_a_run_are_not_those_of_its_events(donate) -> N
     assert given["w"].is_deleted() if donate else not given["w"].any()
 
 
+@pytest.mark.parametrize("how", [{}, {"jit": False}, {"fuse": 3}], ids=str)
+def test_a_state_that_a_hook_donates_has_to_be_replaced(how) -> None:
+    train_on = jax.jit(STEP, donate_argnums=0)
+
+    def donate(event):
+        train_on(event.state, LOADER.batch(0, 0))
+
+    def replace(event):
+        event.state, _ = train_on(event.state, LOADER.batch(0, 0))
+
+    with pytest.raises(
+        ValueError, match=r"event\.state: .*hook took over.*event\.state = new"
+    ) as got:
+        ft.fit(start(), STEP, LOADER, hooks=[ft.at(3)(donate)], verbose=0, **how)
+    assert "Nothing is left of the 3 steps" in "".join(got.value.__notes__)
+    state, _ = ft.fit(start(), STEP, LOADER, hooks=[ft.at(3)(replace)], verbose=0, **how)
+    assert state.step == len(LOADER) + 1
+
+
 def test_an_assignment_in_place_that_does_not_fit_leaves_the_state_of_the_run() -> None:
     def shrink(event):
         event.state["w"] = jnp.zeros(2)
