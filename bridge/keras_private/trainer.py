@@ -88,13 +88,13 @@ def initial_epoch(model: keras.Model) -> int | None:
     return epoch
 
 
-def epoch_logs(model: keras.Model, logs: Any) -> dict[str, Any]:
-    """Returns the model's metrics, or the logs if a step reports other values.
+def epoch_logs(model: keras.Model, logs: Any) -> Any:
+    """Returns the model's metrics, or `logs` itself if a step reports values of other names.
 
     Calls `Trainer._get_metrics_result_or_logs`; checked with Keras 3.15.1. Without it History
     lacks the values that Keras writes if a model has its own `train_step` or `metrics`.
     """
-    return dict(model._get_metrics_result_or_logs(logs))
+    return model._get_metrics_result_or_logs(logs)
 
 
 def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import keras
 import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -259,9 +258,10 @@ def _specs(variables: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _spec(x: Any) -> Any:
     """Returns shape and dtype of an array, without its weak type, and any other leaf unchanged."""
-    # A Keras variable casts to its own dtype, so that a weak type has no effect.
+    # A Keras variable casts to its own dtype, so that a weak type has no effect. One of float64
+    # has a float32 value unless jax.config.jax_enable_x64 is set.
     if _tree.is_array(x) and not _tree.is_key(x):
-        return jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype))
+        return jax.ShapeDtypeStruct(x.shape, jax.dtypes.canonicalize_dtype(x.dtype))
     return x
 
 

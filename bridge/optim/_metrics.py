@@ -224,7 +224,8 @@ def _resolve(keras_metric: Any) -> Any:
     if isinstance(keras_metric, list | dict):
         raise TypeError(
             f"keras_metric: expected one metric, got {type(keras_metric).__name__}. "
-            "functrain's steps take a dict of them: metrics={'accuracy': bridge.metric(...)}."
+            "functrain's steps take a dict of them: metrics={'accuracy': bridge.metric(...)}; for "
+            "a model with several outputs, bridge.metric('accuracy', output='a')."
         )
     expected = (
         "keras_metric: expected a keras.metrics.Metric, a name or a function (y_true, y_pred)"

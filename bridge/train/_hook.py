@@ -251,7 +251,8 @@ class KerasHook:
         self.values.pull(event)
 
     def _end_chunk(self, event: ChunkEnd) -> None:
-        self.values.push(event.state)
+        # `event.state` would flatten the state, to find out later whether a leaf was assigned.
+        self.values.push(event.original_state())
         self._last_chunk = event
         for events in event.batch_info:
             self._steps_in_execution = self._steps_in_execution + 1 if events.end is None else 0
@@ -298,8 +299,10 @@ class KerasHook:
     def _warn_of_loss(self, epoch: int) -> None:
         """Warns once of a loss that is not finite."""
         # A train_step of the user's may report one for each output.
-        losses = jax.tree.leaves(self.logs.get("loss"))
-        if self._has_warned or all(np.all(np.isfinite(loss)) for loss in losses):
+        loss = self.logs.get("loss")
+        if self._has_warned or (isinstance(loss, float) and math.isfinite(loss)):
+            return
+        if all(np.all(np.isfinite(x)) for x in jax.tree.leaves(loss)):
             return
         self._has_warned = True
         # TerminateOnNaN prints its own message.
@@ -355,7 +358,10 @@ class KerasHook:
         # If the data ran out before the epoch, Keras repeats the logs of the last step.
         if not event.position.batch:
             return dict(self._last_logs())
-        return keras_private.trainer.epoch_logs(self.model, self._last_logs())
+        rows = self._logs_before if self._last_chunk is None else self._last_chunk.rows
+        logs = keras_private.trainer.epoch_logs(self.model, rows)
+        # Rows are fetched only if the step reports other values than the model's metrics.
+        return dict(self._last_logs() if logs is rows else logs)
 
     def _last_logs(self) -> PyTree:
         """Returns the logs of the last step."""

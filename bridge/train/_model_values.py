@@ -60,8 +60,8 @@ class ModelValues:
             self.restore(lambda: self._state)
         state = self.read()
         # Two variables may share an array, which cannot be donated twice.
-        ids = [id(value) for values in _fields(state) for value in values]
-        if len(set(ids)) < len(ids):
+        values = _arrays(state)
+        if len(set(map(id, values))) < len(values):
             state = _tree.copy_if_needed(state)
             self.push(state)
         self._state = state
@@ -75,13 +75,11 @@ class ModelValues:
         """
         self.update(event)
         self.are_in_model, self._state = False, None
-        for variables, nothing in zip(self._lists, self._nothing, strict=True):
-            _write(variables, nothing)
+        _write(self._variables, self._nothing)
 
     def push(self, state: KerasState) -> None:
         """Puts a state into the variables: from here on, they have the values."""
-        for variables, values in zip(self._lists, _fields(state), strict=True):
-            _write(variables, values)
+        _write(self._variables, _arrays(state))
         self.are_in_model, self._state = True, state
         keras_private.layers.forget_losses(self._model)
 
@@ -109,20 +107,20 @@ class ModelValues:
         # The model's properties walk over all layers, which takes longer than a small step.
         lists = variable_lists(self._model)
         self._lists = [list(lists[name]) if name in self._fields else [] for name in FIELDS]
-        self._nothing = [[None] * len(variables) for variables in self._lists]
+        self._variables = [variable for variables in self._lists for variable in variables]
+        self._nothing = [None] * len(self._variables)
 
     def _has_changed(self, state: KerasState) -> bool:
         """Returns True if the variables have other arrays than a state."""
-        for variables, values in zip(self._lists, _fields(state), strict=True):
-            if len(variables) != len(values) or any(map(is_not, _read(variables), values)):
-                return True
-        return False
+        values = _arrays(state)
+        is_new = len(values) != len(self._variables)
+        return is_new or any(map(is_not, _read(self._variables), values))
 
     def _has_lost_values(self) -> bool:
-        values = [value for variables in self._lists for value in _read(variables)]
+        values = _read(self._variables)
         return any(value is None or _tree.is_deleted(value) for value in values)
 
 
-def _fields(state: KerasState) -> list[list[jax.Array]]:
-    """Returns the four lists of a state, in the order of FIELDS."""
-    return [state.trainable, state.non_trainable, state.optimizer, state.metrics]
+def _arrays(state: KerasState) -> list[jax.Array]:
+    """Returns the arrays of a state, in the order of FIELDS."""
+    return [*state.trainable, *state.non_trainable, *state.optimizer, *state.metrics]

@@ -117,6 +117,9 @@ class KerasStep(StepTraits):
                 logs, (trainable, non_trainable, metrics) = self.model.test_step(tested, batch)
                 optimizer = state.optimizer
             non_trainable, metrics = merge(non_trainable, metrics)
+        method = f"{type(self.model).__name__}.{self.kind}_step"
+        expected = "a dict of logs, such as {'loss': loss}, as in Keras's own fit"
+        require_instance(method, logs, dict, expected)
         new = (trainable, non_trainable, optimizer, metrics)
         return KerasState(*map(_cast_like, old, new)), logs
 

@@ -125,6 +125,27 @@ def test_a_state_of_another_instance_trains_and_predicts(build):
     assert_same_values(*(jax.tree.leaves(out.outputs) for out in outputs))
 
 
+# Keras asks jax for float64.
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+def test_a_state_of_float64_variables_trains_and_is_written_back() -> None:
+    # Without jax_enable_x64 their values have the dtype float32.
+    models = []
+    for dtype in ("float32", "float64"):
+        net = [layers.Dense(2, dtype=dtype), layers.BatchNormalization(dtype=dtype)]
+        models.append(keras.Sequential([keras.Input((3,), dtype=dtype), *net]))
+    assert models[1].variables[0].dtype == "float64"
+    models[1].set_weights(models[0].get_weights())
+    batch = np.ones((4, 3), np.float32), np.ones((4, 2), np.float32)
+    tx = optax.sgd(0.1)
+    written = []
+    for m in models:
+        loss_fn = ft.supervised(bridge.from_keras(m), bridge.loss("mse"))
+        state, _ = ft.train_step(loss_fn, tx)(bridge.create_state(m, tx), batch)
+        bridge.to_keras(state, m)
+        written.append(m.get_weights())
+    assert_same_values(*written)
+
+
 def test_ten_unnamed_layers_of_another_instance_are_in_their_order() -> None:
     def make():
         return keras.Sequential([keras.Input((4,)), *(layers.Dense(4) for _ in range(12))])

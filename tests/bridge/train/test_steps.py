@@ -233,3 +233,22 @@ def test_a_metric_that_the_step_itself_sets_is_left_as_it_set_it() -> None:
     state = bridge.keras_state(model, BATCH)
     state, _ = ft.fuse(bridge.train_step(model), 5)(state, (X, Y))
     assert {float(m) for m in state.metrics} == {7}
+
+
+@pytest.mark.parametrize("kind", ["train", "test"])
+@pytest.mark.parametrize("make", [lambda loss: [loss], lambda loss: loss, lambda loss: None])
+def test_logs_that_are_no_dict_are_refused(kind: str, make: Any) -> None:
+    class Model(keras.Sequential):
+        pass
+
+    def step(self: Any, state: Any, data: Any) -> Any:
+        logs, state = getattr(keras.Sequential, f"{kind}_step")(self, state, data)
+        return make(logs["loss"]), state
+
+    setattr(Model, f"{kind}_step", step)
+    model = Model([keras.Input((4,)), layers.Dense(4)])
+    model.compile("sgd", "mse")
+    before = model.get_weights()
+    with pytest.raises(TypeError, match=rf"Model\.{kind}_step: expected a dict of logs"):
+        getattr(bridge, {"train": "fit", "test": "evaluate"}[kind])(model, *BATCH, verbose=0)
+    assert_equal(model.get_weights(), before)
