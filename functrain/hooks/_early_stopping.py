@@ -64,6 +64,8 @@ class EarlyStopping:
 
     # True in the subclass for populations, whose values are `f64[N]`.
     of_members = False
+    # Restores the best state, also if the hook is called on a schedule.
+    acts_at_end = True
 
     def __init__(
         self,

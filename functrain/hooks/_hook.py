@@ -14,7 +14,7 @@ from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger, is_trigger, without_schedule
-from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
 
 
 class Hook(Protocol):
@@ -38,8 +38,9 @@ class Hook(Protocol):
 
     If there are several processes, hooks are called in all of them, so that they may compute
     together. A hook with an attribute `only_first = True`, such as a logger, is called only in the
-    first process. A stop in one process stops all: at the same event if all call `event.stop()`
-    there, otherwise a few programs later.
+    first process. One with `acts_at_end = True`, such as `EarlyStopping`, gets the end of the run
+    whatever its `every`. A stop in one process stops all: at the same event if all call
+    `event.stop()` there, otherwise a few programs later.
 
     Examples:
       >>> import functrain as ft
@@ -216,15 +217,19 @@ class HookRunner:
             for hook in hooks:
                 # `EarlyStopping` has this method: its value may come from a hook before it.
                 if getattr(hook, "set_earlier_hooks", None) is not None:
-                    hook.set_earlier_hooks(self._called_hooks[: self._called_hooks.index(hook)])
+                    i = [without_schedule(x) for x in self._called_hooks].index(hook)
+                    hook.set_earlier_hooks(self._called_hooks[:i])
                 if getattr(hook, "begin", None) is not None:
                     hook.begin()
             yield
 
     def _is_due(self, i: int, event: Event) -> bool:
         # A hook without a trigger gets all events, one with a trigger only the ends of chunks and
-        # epochs.
-        every: Trigger | None = getattr(self._called_hooks[i], "every", None)
+        # epochs, and that of the run if it says so.
+        hook = self._called_hooks[i]
+        every: Trigger | None = getattr(hook, "every", None)
+        if isinstance(event, RunEnd) and getattr(without_schedule(hook), "acts_at_end", False):
+            return True
         if every is None or not isinstance(event, ChunkEnd | EpochEnd):
             return every is None
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None

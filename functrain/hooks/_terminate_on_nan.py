@@ -41,6 +41,9 @@ class TerminateOnNaN:
       5
     """
 
+    # Warns, also if the hook is called on a schedule.
+    acts_at_end = True
+
     def __init__(self, *, after: int = 1, monitor: str = "loss") -> None:
         require_integer("after", after)
         require_instance("monitor", monitor, str, "the name of a value, such as 'loss'")

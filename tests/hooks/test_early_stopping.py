@@ -301,3 +301,17 @@ def test_hooks_are_shown_with_their_settings(tmp_path) -> None:
     assert repr(ft.hooks.CSVLogger("log.csv")) == (
         "CSVLogger(path='log.csv', append=False, every=every(epochs=1))"
     )
+
+
+def test_a_schedule_leaves_out_values_but_not_the_best_state() -> None:
+    scores = Scripted(0.0, 3.0, 0.0, 5.0, 0.0, 4.0)
+    hook = EarlyStopping("score", mode="min", patience=2, restore_best=True)
+    state, history = fit(scores, ft.every(epochs=2)(hook), epochs=9)
+    assert (hook.best, len(history.epochs["score"])) == (3.0, 6)
+    assert digest(state) == digest(fit(epochs=2).state)
+
+
+def test_a_scheduled_check_of_nan_warns_at_the_end() -> None:
+    check = ft.every(epochs=1)(ft.hooks.TerminateOnNaN())
+    with pytest.warns(UserWarning, match="TerminateOnNaN: 'loss' was not finite"):
+        fit(check, state=start().replace(params={"w": jnp.float32(np.nan)}), epochs=3)
