@@ -340,7 +340,8 @@ class Saving:
             raise CheckpointMismatchError(
                 f"{self._checkpointer.directory}: expected checkpoints of a run, got those of "
                 "Checkpointer.save. Restore the state with Checkpointer.restore and pass start=, "
-                "or use another directory."
+                "or use another directory. If earlier ones are of a run, rollback(step) returns to "
+                "them."
             )
         saved, current = manifest["data"], self._batches.fingerprint()
         unit = "steps_per_epoch"
