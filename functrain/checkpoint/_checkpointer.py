@@ -256,9 +256,10 @@ class Checkpointer:
         require_integer("step", step, 0)
         with self._save_lock:
             self.wait()
-            group, is_writer = _processes.main_group, self._directory.is_locked()
-            # First, since the next line would create the directory.
+            group = _processes.main_group
+            # First, since the locking would create the directory.
             group.call_on_first(lambda: self._directory.find(step))
+            is_writer = group.call_on_first(self._directory.is_locked)
             group.call_on_first(self._directory.require_writable)
             try:
                 self._visible_steps()
