@@ -80,7 +80,7 @@ def _warn_of_images(model: keras.Model, x: Any) -> None:
         return
     layers = model.layers
     # A layer of the user's, and a model inside this one, may scale its inputs.
-    is_known = all(type(layer).__module__.startswith("keras.src.layers") for layer in layers)
+    is_known = all(vars(keras.layers).get(type(x).__name__) is type(x) for x in layers)
     scales = any(isinstance(layer, (*_SCALING, keras.layers.Lambda)) for layer in layers)
     if is_known and not scales:
         warn(

@@ -7,7 +7,6 @@ last checkpoint.
 
 import argparse
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -25,7 +24,14 @@ _KILL_DELAY = 2.0  # seconds from SIGTERM to SIGKILL for the others, when one ha
 # The status of argparse for wrong arguments, with which a restart would fail again.
 _USAGE_ERROR = 2
 _TERMINATED = 128 + signal.SIGTERM
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
+# Asks Linux to kill this process when the launcher dies (PR_SET_PDEATHSIG is 1), and becomes the
+# script. A `preexec_fn` would fork, which is not safe where JAX has started threads.
+_END_WITH_LAUNCHER = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+if os.getppid() == int(sys.argv[1]):  # otherwise it died before the call
+    os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -169,31 +175,21 @@ def _start(options: argparse.Namespace, address: str, number: int) -> subprocess
     if options.cpu_devices is not None:
         flag = f"--xla_force_host_platform_device_count={options.cpu_devices}"
         environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
+    command = [sys.executable]
+    if sys.platform == "linux":
+        command += ["-I", "-S", "-c", _END_WITH_LAUNCHER, str(os.getpid())]
     process = subprocess.Popen(
-        [sys.executable, options.script, *options.arguments],
+        [*command, options.script, *options.arguments],
         env=environment,
         stdout=None if number == 0 else subprocess.PIPE,
         stderr=None if number == 0 else subprocess.STDOUT,
         text=True,
         errors="replace",
-        preexec_fn=_end_with_launcher() if sys.platform == "linux" else None,
     )
     # Before the process starts threads, which inherit its cores.
     if options.bind:
         os.sched_setaffinity(process.pid, _cores(number, options.processes))
     return process
-
-
-def _end_with_launcher() -> Callable[[], None]:
-    """Returns a function for a new process, after which Linux kills it when the launcher dies."""
-    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
-
-    def request_signal() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != launcher:  # it died before the call
-            os._exit(1)
-
-    return request_signal
 
 
 def _binding_problem(processes: int) -> str:

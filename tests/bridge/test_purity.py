@@ -89,7 +89,8 @@ def test_a_program_of_pure_jax_is_traced_under_no_guard_of_keras(guards) -> None
     ft.fit(state, ft.train_step(loss_fn, tx), loader, verbose=0, **evaluation)
     assert not guards
     model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
-    ft.predict(0.0, calls(model), loader)
+    with pytest.warns(UserWarning, match="compiled in as constants"):
+        ft.predict(0.0, calls(model), loader)
     assert set(guards) == {"no_side_effects"}
 
 

@@ -256,5 +256,5 @@ def test_a_loss_is_no_step_here_either() -> None:
     def loss_fn(params, model_state, batch, *, rng, training):
         return 0.0, ft.Aux(model_state)
 
-    with pytest.raises(TypeError, match="got the loss loss_fn"):
+    with pytest.raises(TypeError, match="Make a step from a loss"):
         ft.fuse(loss_fn, 2)
