@@ -299,10 +299,8 @@ class KerasHook:
     def _warn_of_loss(self, epoch: int) -> None:
         """Warns once of a loss that is not finite."""
         # A train_step of the user's may report one for each output.
-        loss = self.logs.get("loss")
-        if self._has_warned or (isinstance(loss, float) and math.isfinite(loss)):
-            return
-        if all(np.all(np.isfinite(x)) for x in jax.tree.leaves(loss)):
+        losses = jax.tree.leaves(self.logs.get("loss"))
+        if self._has_warned or all(np.isfinite(np.asarray(loss)).all() for loss in losses):
             return
         self._has_warned = True
         # TerminateOnNaN prints its own message.
