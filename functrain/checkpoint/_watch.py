@@ -12,6 +12,7 @@ from functrain.checkpoint import _processes
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._step_directory import StepDirectory
 from functrain.common._checks import is_positive, require, require_integer
+from functrain.common._paths import make_directory
 
 
 def watch_checkpoints(
@@ -123,13 +124,18 @@ def call_for_each(directory: str, function: str, progress: str | None, **options
     expected = "a module and a function, such as 'evaluate:main'"
     require(module and name, "--watch", expected, function)
     call: Callable[[str], object] = getattr(importlib.import_module(module), name)
-    after = None
+    require(callable(call), "--watch", "a function of a path", call)
+    after, is_writer = None, _processes.is_first()
+    if progress is not None and is_writer:
+        # Before the first call, which may take hours.
+        make_directory(os.path.dirname(os.path.abspath(progress)))
+        open(f"{progress}.new", "w").close()
     if progress is not None:
         with contextlib.suppress(FileNotFoundError), open(progress, encoding="ascii") as file:
             after = int(file.read())
     for path in watch_checkpoints(directory, after=after, **options):
         call(path)
-        if progress is not None and _processes.is_first():
+        if progress is not None and is_writer:
             # A kill leaves the old file or the new one.
             with open(f"{progress}.new", "w", encoding="ascii") as file:
                 file.write(os.path.basename(path))

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from typing import Any
 
 import numpy as np
@@ -153,3 +154,20 @@ def test_an_error_of_the_function_ends_the_command_and_the_step_is_not_done(tmp_
 def test_the_name_of_the_function_is_checked(tmp_path) -> None:
     with pytest.raises(ValueError, match="--watch: expected a module and a function"):
         main([str(tmp_path), "--watch", "evaluate"])
+
+
+def test_what_would_fail_after_a_call_is_refused_before_it(tmp_path, monkeypatch) -> None:
+    called: list[str] = []
+    monkeypatch.setitem(sys.modules, "evaluator", types.SimpleNamespace(main=called.append, n=3))
+    save(tmp_path / "run", 1, 2)
+    watch = [str(tmp_path / "run"), "--timeout", "0.05", "--watch"]
+    with pytest.raises(ValueError, match="--watch: expected a function of a path, got 3"):
+        main([*watch, "evaluator:n"])
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="got a file at"):
+        main([*watch, "evaluator:main", "--progress", str(tmp_path / "file" / "progress")])
+    assert not called
+    progress = tmp_path / "new" / "progress"
+    main([*watch, "evaluator:main", "--progress", str(progress)])
+    assert numbers(called) == [1, 2]
+    assert progress.read_text().endswith("2")
