@@ -21,7 +21,7 @@ import optax
 import functrain as ft
 
 X = np.random.default_rng(0).normal(size=(64, 16)).astype(np.float32)
-TX = optax.adam(0.05)
+TX = optax.inject_hyperparams(optax.adam)(learning_rate=0.05)
 BOTH = ft.sharding.rules({"w": jax.P("data", "model"), "**": ft.sharding.replicated})
 FORMS: dict[str, Any] = {
     "one device": None,
@@ -87,6 +87,7 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
     made = {
         "Evaluate": ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 32), **how),
         "EarlyStopping": best,
+        "ReduceLROnPlateau": ft.hooks.ReduceLROnPlateau(patience=1, min_delta=1e9),
         "Sample": picture,
         "TerminateOnNaN": ft.hooks.TerminateOnNaN(),
         "Throughput": ft.hooks.Throughput(flops_per_step=1e6),
@@ -118,6 +119,7 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
         "all": sorted(n for n in ft.hooks.__all__ if inspect.isclass(getattr(ft.hooks, n))),
         "stays": jax.tree.all(jax.tree.map(is_where, result, before)),
         "val_loss": history.epochs["val_loss"].tolist(),
+        "rates": history.epochs["learning_rate"].tolist(),
         "best_step": best.best_step,
         "step": int(result.step),
         "w": np.asarray(result.params["w"]).tolist(),

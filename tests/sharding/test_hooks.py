@@ -25,7 +25,7 @@ def test_none_of_the_hooks_is_left_out(found) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_hooks_see_what_they_see_on_one_device(form: str, found) -> None:
     one, divided = found["one device"], found[form]
-    same = ("best_step", "step", "sample", "samples", "traced", "board", "seen", "kept")
+    same = ("best_step", "step", "rates", "sample", "samples", "traced", "board", "seen", "kept")
     assert {name: divided[name] for name in same} == {name: one[name] for name in same}
     for name in ("val_loss", "csv"):
         np.testing.assert_allclose(divided[name], one[name], rtol=2e-6)
