@@ -7,6 +7,7 @@ import flax.linen as nn
 import jax
 import keras
 
+from bridge import keras_private
 from bridge.model import _variables
 from bridge.model._from_keras import from_keras
 from functrain.internal import PyTree
@@ -65,7 +66,9 @@ class KerasModule(nn.Module):
     @nn.compact
     def __call__(self, inputs: PyTree, training: bool = False) -> PyTree:
         """Runs the model."""
-        collections = _variables.collections(self.model)
+        # Initial values, from which nothing is computed if the module has variables.
+        with keras_private.variables.outside_scopes():
+            collections = _variables.collections(self.model)
         params = collections.pop("params")
         for key, value in params.items():
             params[key] = self.param(key, _copier(value))

@@ -28,10 +28,10 @@ def net(seed: int = 0) -> keras.Model:
     return keras.Sequential(
         [
             keras.Input((6,)),
-            layers.Dense(8, "relu", kernel_regularizer="l2"),
-            layers.BatchNormalization(),
-            layers.Dropout(0.4),
-            layers.Dense(2),
+            layers.Dense(8, "relu", kernel_regularizer="l2", name="hidden"),
+            layers.BatchNormalization(name="norm"),
+            layers.Dropout(0.4, name="dropout"),
+            layers.Dense(2, name="out"),
         ]
     )
 
@@ -165,8 +165,8 @@ def test_frozen_weights_are_no_params() -> None:
     model = net()
     model.layers[0].trainable = False
     variables = bridge.to_linen(model).init(jax.random.key(0), X)
-    assert sorted(variables["params"]) == ["batch_normalization", "dense_1"]
-    assert sorted(variables["batch_stats"]) == ["batch_normalization", "dense"]
+    assert sorted(variables["params"]) == ["norm", "out"]
+    assert sorted(variables["batch_stats"]) == ["hidden", "norm"]
 
 
 def test_what_cannot_be_a_module_is_refused() -> None:
@@ -175,5 +175,5 @@ def test_what_cannot_be_a_module_is_refused() -> None:
     with pytest.raises(ValueError, match="expected a built model"):
         bridge.to_linen(keras.Sequential([layers.Dense(2)]))
     variables = bridge.to_linen(net()).init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r"params/dense_3/kernel: missing"):
+    with pytest.raises(ValueError, match=r"params/hidden/kernel: missing"):
         bridge.to_keras({"params": {}, "batch_stats": variables["batch_stats"]}, net())
