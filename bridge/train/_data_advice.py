@@ -78,7 +78,7 @@ def _warn_of_labels(y: Any, classes: int, ignored: int | None) -> None:
 def _warn_of_images(model: keras.Model, x: Any) -> None:
     if not _is_cheap(x) or x.dtype != np.uint8 or x.ndim < 3 or x[:8].max(initial=0) <= 1:
         return
-    layers = model.layers
+    layers = _layers(model)
     # A layer of the user's, and a model inside this one, may scale its inputs.
     is_known = all(vars(keras.layers).get(type(x).__name__) is type(x) for x in layers)
     scales = any(isinstance(layer, (*_SCALING, keras.layers.Lambda)) for layer in layers)
@@ -93,11 +93,17 @@ def _is_cheap(x: Any) -> bool:
     return isinstance(x, np.ndarray) and bool(x.ndim) and is_cheap_to_read(x)
 
 
+def _layers(model: Any) -> list[Any]:
+    # A layer of the user's may be a trainer without being a model.
+    layers: list[Any] = getattr(model, "layers", [model])
+    return layers
+
+
 def _output_layer(model: keras.Model) -> Any:
     """Returns the layer with the only output of a model made of layers; None for other models."""
     if isinstance(model, keras.Sequential):
         return model.layers[-1] if model.layers else None
     names = getattr(model, "output_names", None) or ()
     # The output may be that of an operation, which is no layer.
-    matching = [layer for layer in model.layers if [layer.name] == list(names)]
+    matching = [layer for layer in _layers(model) if [layer.name] == list(names)]
     return matching[0] if matching else None

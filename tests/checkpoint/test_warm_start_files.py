@@ -274,18 +274,15 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path) -> None:
     code = (
         "import sys; sys.modules['safetensors'] = None\n"
         "import functrain as ft, numpy as np\n"
-        "for act in (lambda: ft.warm_start({'x': np.ones(2)}, 'a.safetensors'),\n"
-        "            lambda: ft.export.params('b.safetensors', {'x': np.ones(2)})):\n"
-        "    try: act()\n"
-        "    except ImportError as error: print(error)\n"
+        "try: ft.warm_start({'x': np.ones(2)}, 'a.safetensors')\n"
+        "except ImportError as error: print(error)\n"
     )
     write_safetensors(tmp_path / "a.safetensors", {"x": np.ones(2)})
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
     )
     assert (
-        done.stdout.splitlines()
-        == ["safetensors files need the library: pip install 'functrain[safetensors]'"] * 2
+        done.stdout == "safetensors files need the library: pip install 'functrain[safetensors]'\n"
     ), done.stderr
 
 

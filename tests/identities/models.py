@@ -84,6 +84,7 @@ KINDS = {**DENSE_KINDS, "convolutional": convolutional}
 
 
 def make(kind: str, dtype: str, seed: int = 0) -> keras.Model:
+    keras.utils.clear_session(free_memory=False)  # equal models have equal names
     keras.utils.set_random_seed(seed)
     policy = "mixed_bfloat16" if dtype == "bfloat16" else "float32"
     before = keras.config.dtype_policy()

@@ -126,6 +126,13 @@ def test_starting_anew_instead_is_another_run() -> None:
     assert np.max(np.abs(values(model) - values(whole))) > 1e-3
 
 
+def by_layer(params: Any) -> Any:
+    """Labels each param by its layer, `a` or `z`, in a model or alone."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "z" if any(key.key == "z" for key in path) else "a", params
+    )
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -133,7 +140,7 @@ def test_starting_anew_instead_is_another_run() -> None:
         lambda: bridge.OptaxOptimizer(
             optax.multi_transform(
                 {"a": optax.adam(1e-2), "z": optax.sgd(0.1, momentum=0.9)},
-                lambda params: {k: jax.tree.map(lambda _, k=k: k, v) for k, v in params.items()},
+                by_layer,
             )
         ),
         lambda: bridge.OptaxOptimizer(optax.MultiSteps(optax.adam(1e-2), 3)),
