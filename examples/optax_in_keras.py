@@ -83,12 +83,8 @@ train("adamw, warm-up and cosine", bridge.OptaxOptimizer(optax.adamw, learning_r
 train("Keras's Adam, the same schedule", keras.optimizers.Adam(cosine))
 
 
-# %% Learning rates by layer. The params are nested dicts, `{"body": {"kernel": ...}, "head": ...}`
-def by_layer(params):
-    return {layer: jax.tree.map(lambda _, k=layer: k, held) for layer, held in params.items()}
-
-
-rates = optax.multi_transform({"body": optax.adam(1e-3), "head": optax.sgd(0.1)}, by_layer)
+# %% Learning rates by layer. The paths of the params are Keras's, such as `sequential/body/kernel`
+rates = ft.tx.param_groups({"**/head/**": optax.sgd(0.1), "**": optax.adam(1e-3)})
 train("adam in the body, sgd in the head", bridge.OptaxOptimizer(rates))
 
 
