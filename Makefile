@@ -41,7 +41,7 @@ test-slow: $(READY)
 test-all: lint
 	TIMES_AS_MANY_EXAMPLES=4 $(PYTEST)
 
-# Writes tests/durations.json: the processor time of each test that takes a second or more. Of tests
+# Writes tests/durations.json: the processor time of each test that takes half a second or more. Of tests
 # that share a program the first one compiles it: without the slow ones, others are the first.
 durations: $(READY)
 	echo '{}' > tests/durations.json

@@ -49,7 +49,7 @@ def digest(tree: Any) -> str:
 # --- what takes long -----------------------------------------------------------------------------
 
 DURATIONS = pathlib.Path(__file__).with_name("durations.json")  # what `make durations` measured
-SLOW_FROM, VERY_SLOW_FROM = 1.0, 10.0  # seconds of processor time
+SLOW_FROM, VERY_SLOW_FROM = 0.5, 10.0  # seconds of processor time
 COMPILERS = {"tpu": "libtpu", "cuda": "jax_plugins.xla_cuda12"}  # of the tests with these marks
 BEGAN = pytest.StashKey[float]()
 
