@@ -151,8 +151,8 @@ def fit(
     require_integer("initial_epoch", initial_epoch, 0)
     _checks.require_validation_arguments(validation_split, validation_freq)
     epochs = _cap_epochs(epochs)
-    # From here on `own` has the data and the arguments about them as Keras's own fit gets them.
-    own = keras_private.pipelines.prepared(
+    # `prepared` has the data and the arguments about them as Keras's own fit gets them.
+    prepared = keras_private.pipelines.prepared(
         model,
         "fit",
         x=x,
@@ -167,12 +167,17 @@ def fit(
         steps_per_epoch=steps_per_epoch,
         validation_steps=validation_steps,
     )
-    _checks.require_data(own.x, own.y, own.class_weight)
-    data, validation_data = (own.x, own.y, own.sample_weight), own.validation_data
-    if own.validation_split and validation_data is None:
-        data, validation_data = keras_private.data.split_validation(data, own.validation_split)
-    more = {"shuffle": shuffle, "class_weight": own.class_weight}
-    batches = keras_batches(model, data, own.batch_size, own.steps_per_epoch, trains=True, **more)
+    _checks.require_data(prepared.x, prepared.y, prepared.class_weight)
+    data, validation_data = (
+        (prepared.x, prepared.y, prepared.sample_weight),
+        prepared.validation_data,
+    )
+    if prepared.validation_split and validation_data is None:
+        data, validation_data = keras_private.data.split_validation(data, prepared.validation_split)
+    more = {"shuffle": shuffle, "class_weight": prepared.class_weight}
+    batches = keras_batches(
+        model, data, prepared.batch_size, prepared.steps_per_epoch, trains=True, **more
+    )
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
     require_stateless_rnns(model)
@@ -180,10 +185,10 @@ def fit(
     # The checks from here on need a built model. No callback has begun yet, and no step was taken.
     evaluation: Evaluation | None = None
     if validation_data is not None:
-        size, steps = validation_batch_size or own.batch_size, own.validation_steps
+        size, steps = validation_batch_size or prepared.batch_size, prepared.validation_steps
         _checks.require_validation(model, validation_data, data, size, steps)
         evaluation = Evaluation(model, validation_data, size, steps, validation_freq)
-    callbacks = own.callbacks
+    callbacks = prepared.callbacks
     _checks.require_rate(model, callbacks)
     require_use()
     _checks.require_together(model, callbacks)
@@ -269,10 +274,10 @@ def evaluate(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     arguments = {"x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-    own = keras_private.pipelines.prepared(model, "evaluate", **arguments, steps=steps)
-    _checks.require_data(own.x, own.y)
-    data = own.x, own.y, own.sample_weight
-    batches = keras_batches(model, data, own.batch_size, own.steps, trains=False)
+    prepared = keras_private.pipelines.prepared(model, "evaluate", **arguments, steps=steps)
+    _checks.require_data(prepared.x, prepared.y)
+    data = prepared.x, prepared.y, prepared.sample_weight
+    batches = keras_batches(model, data, prepared.batch_size, prepared.steps, trains=False)
     with note_data(model, data):
         keras_private.trainer.build_from(model, batches.data)
     require_stateless_rnns(model)
@@ -325,9 +330,11 @@ def predict(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     arguments = {"x": x, "batch_size": batch_size, "steps": steps}
-    own = keras_private.pipelines.prepared(model, "predict", **arguments)
-    _checks.require_data(own.x)
-    batches = keras_batches(model, (own.x, None, None), own.batch_size, own.steps, trains=False)
+    prepared = keras_private.pipelines.prepared(model, "predict", **arguments)
+    _checks.require_data(prepared.x)
+    batches = keras_batches(
+        model, (prepared.x, None, None), prepared.batch_size, prepared.steps, trains=False
+    )
     # A model that was not compiled has no loss or metrics, so calling it builds all there is.
     if not all(layer.built for layer in keras_private.layers.all_layers(model)):
         _build_by_call(model, batches.data)

@@ -51,9 +51,11 @@ def absolute_path(path: Any, name: str = "path", advice: str = "") -> pathlib.Pa
 
 
 def make_directory(path: str | os.PathLike[str]) -> None:
-    """Creates a directory and those above it, as far as they are missing.
+    """Creates a directory and its missing parents.
 
-    Raises OSError, of the class that the system says, with what is in the way.
+    Raises:
+      FileExistsError: There is a file of that name.
+      NotADirectoryError: There is a file in the place of a parent. The message names the file.
     """
     try:
         os.makedirs(path, exist_ok=True)

@@ -10,9 +10,9 @@ T = TypeVar("T")
 
 
 class Lookahead(Generic[T]):
-    """Hands out the items of an iterable in runs of equal shapes.
+    """An iterator that yields items in runs of equal shapes, and shows the next one.
 
-    If the iterable raises, the items before the error are handed out first.
+    If the iterable raises, the items before the error are yielded first.
 
     Args:
       items: The items, none of which is None.

@@ -85,14 +85,6 @@ def chunk_placer(
     return place
 
 
-def place_batch(batch: PyTree, sharding: NamedSharding | None) -> PyTree:
-    """Puts one batch, which every process holds in full, on the devices."""
-    if sharding is None:
-        return batch
-    _require_even_shards(batch, sharding, sharding.spec)
-    return _put(batch, sharding)
-
-
 def _put(batches: PyTree, sharding: NamedSharding) -> PyTree:
     shardings = jax.tree.map(lambda x: _leaf_sharding(x.shape, sharding), batches)
     if sharding.is_fully_addressable:
