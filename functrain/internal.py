@@ -5,7 +5,6 @@ This is the only module from which `bridge` imports private names; a test checks
 
 from functrain.checkpoint._array_files import open_arrays as open_arrays
 from functrain.common import _tree
-from functrain.common._arguments import argument_advice as argument_advice
 from functrain.common._checks import is_number as is_number
 from functrain.common._checks import require as require
 from functrain.common._checks import require_instance as require_instance

@@ -15,7 +15,7 @@ from bridge.model._names import Path, free
 from bridge.model._variables import arrays, get_at, nest
 from bridge.optim._schedules import CODEC, require_accepts, schedule
 from bridge.optim._slots import Role, roles_of_leaves
-from functrain.internal import PyTree, argument_advice, brief, check_tx, require
+from functrain.internal import PyTree, brief, check_tx, require
 from functrain.internal import tree as _tree
 
 _OWNER = "bridge.OptaxOptimizer"
@@ -106,9 +106,6 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
       0.5
     """
 
-    @argument_advice(
-        "Arguments of a function go by name: OptaxOptimizer(optax.adam, learning_rate=1e-3)."
-    )
     def __init__(
         self,
         tx: optax.GradientTransformation | Callable[..., optax.GradientTransformation],

@@ -26,19 +26,10 @@ from functrain.internal import (
     FuseArg,
     Mode,
     Saving,
-    argument_advice,
     require_integer,
 )
 
 
-@argument_advice(
-    "",
-    eval_data="Pass validation_data=(x, y), as in Keras.",
-    hooks="Pass Keras callbacks, callbacks=[...].",
-    metrics="They belong to the model: model.compile(optimizer, loss, metrics=[...]).",
-    optimizer="It belongs to the model: model.compile(optimizer, loss).",
-    steps="It is steps_per_epoch=, as in Keras.",
-)
 def fit(
     model: keras.Model,
     x: Any = None,

@@ -8,7 +8,7 @@ Files:
   _checks: argument checks
   _wide_integers: 64-bit integers that jax would truncate to 32 bits
   _values: named numbers; in a population, one number per member
-  _arguments: signatures, and advice on arguments with other libraries' names
+  _arguments: signatures of functions
   _direction: which values are better when they are larger
   _hlo: instructions of compiled programs, and how often they run
   _platform: the platform that a program is compiled for

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from functrain.common import _repr, _tree
-from functrain.common._arguments import accepts, argument_advice, describe_signature
+from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import (
     is_integer,
     require,
@@ -158,7 +158,6 @@ class ArrayLoader(SeekableLoader):
       [(2, 2), (2, 2)]
     """
 
-    @argument_advice("It is ArrayLoader((x, y), batch_size): all arrays go into one pytree.")
     def __init__(
         self,
         data: PyTree,

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from functrain.common import _repr
-from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, is_positive, require
 
 
@@ -130,7 +129,6 @@ class At(_Decorator):
         return epoch is None and step in self.steps
 
 
-@argument_advice("Say what is counted: every(steps=50), every(epochs=1) or every(seconds=60).")
 def every(
     *, steps: int | None = None, epochs: int | None = None, seconds: float | None = None
 ) -> Every:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from functrain.common import _tree
-from functrain.common._arguments import argument_advice
 from functrain.common._types import PyTree
 from functrain.common._values import to_values
 from functrain.data._adapt import as_batches
@@ -34,11 +33,6 @@ EVALUATION = Kind(
 )
 
 
-@argument_advice(
-    "It is evaluate(state, step, data): inputs and labels go into one loader, "
-    "functrain.ArrayLoader((x, y), batch_size).",
-    batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
-)
 def evaluate(
     state: PyTree,
     step: MeteredStep,

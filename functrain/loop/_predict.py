@@ -7,7 +7,6 @@ import jax
 import numpy as np
 
 from functrain.common import _tree
-from functrain.common._arguments import argument_advice
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree, Step
 from functrain.data._adapt import as_batches
@@ -33,11 +32,6 @@ PREDICTION = Kind(
 )
 
 
-@argument_advice(
-    "The signature is predict(state, step, data): put the inputs into a loader, "
-    "functrain.ArrayLoader(x, batch_size).",
-    batch_size="It belongs to the data: functrain.ArrayLoader(x, batch_size).",
-)
 def predict(
     state: PyTree,
     step: Step[Any],

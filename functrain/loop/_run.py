@@ -10,7 +10,6 @@ import numpy as np
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
-from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, require, require_flags, require_integer
 from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree, Step, traits_of
@@ -37,20 +36,6 @@ from functrain.step._metered import MeteredStep
 from functrain.targets._chips import accelerator_of
 
 
-@argument_advice(
-    "Call run(state, step, data) with inputs and labels in one loader, "
-    "functrain.ArrayLoader((x, y), batch_size).",
-    steps="Use functrain.fit(state, step, data, steps=...); or leave your loop when event.step is "
-    "reached, with boundaries=[functrain.at(steps)].",
-    hooks="Use functrain.fit(state, step, data, hooks=...); or call them in your loop.",
-    callbacks="Use functrain.fit(state, step, data, hooks=...); or call functions in your loop.",
-    eval_data="Use functrain.fit; or call functrain.evaluate(state, step, data) in your loop.",
-    eval_step="Use functrain.fit; or call functrain.evaluate(state, step, data) in your loop.",
-    verbose="Use functrain.fit, which shows its progress; or print in your loop.",
-    history="Use functrain.fit, which returns a history; or pass late_logs=True and keep the logs.",
-    batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
-    shuffle="It belongs to the data: functrain.ArrayLoader((x, y), batch_size, shuffle=True).",
-)
 def run(
     state: PyTree,
     step: Step[Any],

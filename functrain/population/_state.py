@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _patterns, _repr, _tree
-from functrain.common._arguments import argument_advice
 from functrain.common._checks import is_integer, require, require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
@@ -96,7 +95,6 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         return f"PopulationState({count} members, {active}states={states}{shared})"
 
 
-@argument_advice("Call create(make_state, key, members=N).")
 def create(
     make_state: Callable[[jax.Array], PyTree],
     key: jax.Array,

@@ -8,7 +8,6 @@ import jax
 
 from functrain.checkpoint import Checkpointer
 from functrain.common import _repr
-from functrain.common._arguments import argument_advice
 from functrain.common._checks import require, require_flags, require_integer, require_one_of
 from functrain.common._types import StateT, Step, traits_of
 from functrain.data._adapt import as_batches
@@ -59,23 +58,6 @@ class FitResult(NamedTuple, Generic[StateT]):
         return f"FitResult(state={_repr.state_repr(self.state)}, history={self.history!r})"
 
 
-@argument_advice(
-    "Call fit(state, step, data) with inputs and labels in one loader, "
-    "functrain.ArrayLoader((x, y), batch_size).",
-    check_first=require_state,
-    batch_size="It belongs to the data: functrain.ArrayLoader((x, y), batch_size).",
-    shuffle="It belongs to the data: functrain.ArrayLoader((x, y), batch_size, shuffle=True).",
-    validation_data="Pass eval_data=functrain.ArrayLoader((x, y), batch_size) and "
-    "eval_step=functrain.eval_step(loss_fn).",
-    validation_split="Split the arrays, and pass one part as eval_data=functrain.ArrayLoader("
-    "(x, y), batch_size) with eval_step=functrain.eval_step(loss_fn).",
-    sample_weight="It belongs to the data: functrain.ArrayLoader((x, y, weight), batch_size).",
-    callbacks="Pass hooks=[...], functions of an event; Keras's callbacks go into bridge.fit.",
-    first_epoch="Pass start=functrain.Position(step, epoch), and the total number of epochs, "
-    "including earlier ones, as epochs=.",
-    initial_epoch="Pass start=functrain.Position(step, epoch).",
-    metrics="They belong to the step: functrain.train_step(loss_fn, tx, metrics={...}).",
-)
 def fit(
     state: StateT,
     step: Step[Any],
@@ -181,6 +163,7 @@ def fit(
       >>> print(state.step, round(float(state.params["w"]), 3), len(history.steps["loss"]))
       200 3.0 200
     """
+    require_state(state)
     require_flags(jit=jit, donate=donate)
     require_one_of("history", history, ("steps", "epochs"))
     runner = HookRunner(hooks)

@@ -451,11 +451,6 @@ def test_a_loader_is_shown_with_its_settings() -> None:
     )
 
 
-def test_inputs_and_labels_go_into_one_tree() -> None:
-    with pytest.raises(TypeError, match=r"ArrayLoader: .* got 3\. It is ArrayLoader\(\(x, y\), b"):
-        ArrayLoader(X, X, 10)
-
-
 LARGE = 2**40  # 0 in 32 bits
 
 

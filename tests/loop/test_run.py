@@ -128,19 +128,6 @@ def test_boundaries_are_a_list_of_triggers(boundaries) -> None:
         ft.run(jnp.zeros(()), counting()[0], ft.ArrayLoader(X, 3), boundaries=boundaries)
 
 
-@pytest.mark.parametrize("name", ["steps", "hooks", "callbacks", "eval_data", "verbose", "history"])
-def test_an_argument_of_fit_is_told_what_to_write_in_a_loop(name) -> None:
-    with pytest.raises(TypeError, match=f"run: expected no {name}=. Use functrain.fit.*; or "):
-        ft.run(jnp.zeros(()), counting()[0], ft.ArrayLoader(X, 3), **{name: 1})
-
-
-def test_every_is_told_what_to_count() -> None:
-    with pytest.raises(
-        TypeError, match=r"every: expected 0 positional .* got 1.*every\(steps=50\)"
-    ):
-        ft.every(50)
-
-
 def test_a_changed_batch_in_mid_run_leaves_the_callers_state() -> None:
     step, _ = counting()
     state = jnp.zeros(())

@@ -207,10 +207,6 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"got Adam\. Keras takes it as it is: model\.compile"):
             bridge.OptaxOptimizer(keras.optimizers.Adam())
 
-    def test_an_argument_of_the_function_without_its_name(self):
-        with pytest.raises(TypeError, match=r"got 2\..*\(optax\.adam, learning_rate=1e-3\)"):
-            bridge.OptaxOptimizer(optax.adam, 1e-3)
-
     def test_a_schedule_in_the_transformation_s_place(self):
         keras_schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
         for schedule in (optax.cosine_decay_schedule(0.1, 100), keras_schedule):

@@ -240,20 +240,6 @@ def test_a_model_that_runs_uncompiled_is_not_traced_to_find_out() -> None:
     assert model.calls == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("eval_data", r"validation_data=\(x, y\)"),
-        ("hooks", r"callbacks=\[\.\.\.\]"),
-        ("metrics", r"model\.compile"),
-        ("steps", "steps_per_epoch="),
-    ],
-)
-def test_arguments_of_functrain_are_told_what_keras_calls_them(name: str, hint: str) -> None:
-    with pytest.raises(TypeError, match=f"fit: expected no {name}=.*{hint}"):
-        bridge.fit(compiled(), X, Y, **{name: 1})
-
-
 @pytest.mark.parametrize("name", ["x", "y"])
 def test_lists_of_numbers_are_refused_in_a_line(name: str) -> None:
     data: dict[str, Any] = {"x": X, "y": Y}
