@@ -8,18 +8,10 @@ from bridge._backend import require_jax
 # Keras chooses its backend once, when it is first imported, and the imports below import it.
 require_jax()
 
-import functrain
-from bridge._version import __version__ as __version__
-from bridge._version import require_same
-
-# A stale functrain would fail below with an ImportError about a name that it does not have.
-require_same(functrain)
-
 from bridge.model import FlaxLayer as FlaxLayer
 from bridge.model import from_flax as from_flax
 from bridge.model import from_keras as from_keras
 from bridge.model import to_linen as to_linen
-from bridge.model._reach import reaches_keras
 from bridge.model._scope import no_side_effects
 from bridge.optim import OptaxOptimizer as OptaxOptimizer
 from bridge.optim import constraints as constraints
@@ -43,13 +35,13 @@ from bridge.train import memory as memory
 from bridge.train import predict as predict
 from bridge.train import test_step as test_step
 from bridge.train import train_step as train_step
+from functrain import __version__ as __version__
 from functrain.internal import add_guard
 
-# functrain traces only programs that reach a Keras layer under this guard, so that importing bridge
-# changes nothing for programs of pure JAX.
-add_guard(reaches_keras, no_side_effects)
+# Every step is traced under this guard. A step of pure JAX does not notice it.
+add_guard(no_side_effects)
 
-del add_guard, functrain, no_side_effects, reaches_keras, require_jax, require_same
+del add_guard, no_side_effects, require_jax
 
 __all__ = [
     "FlaxLayer",

@@ -6,7 +6,6 @@ Files:
   _from_flax: a flax module as a Keras layer
   _variables: a model's variables as nested dicts, and back
   _names: stable names of variables
-  _reach: detection of steps that use Keras objects
   _scope: running a model as a pure function without damage to its variables
   _pure_layers: layers with supports_jit=False: which JAX can compile, and which draw in Python
   _flax_modules: one interface to linen and nnx modules

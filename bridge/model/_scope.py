@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -10,6 +11,9 @@ import keras
 from bridge import keras_private
 from functrain.internal import tree as _tree
 from functrain.internal import warn
+
+# The variables that were read in scopes without a value for them, by id, under a guard.
+_constants: ContextVar[dict[int, Any] | None] = ContextVar("constants", default=None)
 
 
 class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
@@ -30,6 +34,18 @@ class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
         if id(variable) not in self._mapped_ids:
             self.untracked[id(variable)] = variable
         super().add_update(update)
+
+    def get_current_value(self, variable: Any) -> Any:
+        """Returns the value that a variable has inside the scope; None if that is its own."""
+        value = super().get_current_value(variable)
+        constants = _constants.get()
+        (own_value,) = keras_private.trainer_state.read([variable])
+        # A variable without a value was created in the trace, or raises. A metric that is
+        # updated in a layer's `call` has a traced one.
+        has_value = own_value is not None and not isinstance(own_value, jax.core.Tracer)
+        if value is None and constants is not None and has_value:
+            constants[id(variable)] = variable
+        return value
 
     def require_all_tracked(self, problem: str, remedy: str) -> None:
         """Raises ValueError if variables were updated that are not in the mapping.
@@ -84,41 +100,23 @@ def no_side_effects() -> Iterator[None]:
     """
     # A direct call ``model(x)`` assigns statistics and seed counters. In a trace their values would
     # be tracers, after which the model could not be used any more.
-    read: dict[int, Any] = {}
-    with initialize_new_variables(), _record_untracked_reads(read), Scope([]) as scope:
-        yield
+    constants: dict[int, Any] = {}
+    outer = _constants.set(constants)
+    try:
+        with initialize_new_variables(), Scope([]) as scope:
+            yield
+    finally:
+        _constants.reset(outer)
     scope.require_all_tracked(
         "step: expected a pure function, got one that assigns Keras variables",
         "Apply the model through bridge.from_keras(model), whose variables are in the state. "
         "The model is unchanged.",
     )
-    if read:
-        lines = [f"{v.path}: {_tree.spec(v)}" for v in read.values()]
+    if constants:
+        lines = [f"{v.path}: {_tree.spec(v)}" for v in constants.values()]
         warn(
             "step: expected it to read variables of its state only. The values of these are "
             f"compiled in as constants:\n{_tree.bullets(lines)}\nLater assignments to them have "
             "no effect on the compiled step. If they change, make them variables of the model "
             "(an attribute of it or of a layer), or pass their values in the batch."
         )
-
-
-@contextlib.contextmanager
-def _record_untracked_reads(read: dict[int, Any]) -> Iterator[None]:
-    """Context manager: records variables with a value that are read in a scope without one."""
-    original = keras.StatelessScope.get_current_value
-
-    def get_current_value(scope: Any, variable: Any) -> Any:
-        value = original(scope, variable)
-        (own_value,) = keras_private.trainer_state.read([variable])
-        # A variable without a value was created in the trace, or raises. A metric that is
-        # updated in a layer's `call` has a traced one.
-        is_constant = own_value is not None and not isinstance(own_value, jax.core.Tracer)
-        if value is None and is_constant:
-            read[id(variable)] = variable
-        return value
-
-    keras.StatelessScope.get_current_value = get_current_value
-    try:
-        yield
-    finally:
-        keras.StatelessScope.get_current_value = original

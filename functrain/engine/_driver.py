@@ -44,7 +44,7 @@ def _uncompiled(step: Any) -> Iterator[None]:
     if traits_of(step).stays_compiled:
         yield
         return
-    with tracing_guards(step), jax.disable_jit():
+    with tracing_guards(), jax.disable_jit():
         yield
 
 

@@ -130,7 +130,7 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
         # Only training changes a state; and one that is divided is on several chips.
         is_whole = kind is TRAINING and loop.pins is None
         on_chip_bytes = loop.on_chip_bytes if is_whole else 0
-        with tracing_guards(step), compiling_for(loop.platform):
+        with tracing_guards(), compiling_for(loop.platform):
             carry, rows = traits_of(step).run_chunk(run_chunk, carry, chunk, n, on_chip_bytes)
         # The driver needs a result to wait for that the next program does not consume. It costs a
         # kernel. The outputs of a prediction would do, but are large.

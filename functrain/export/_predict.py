@@ -121,7 +121,7 @@ def predict(
 
     # Rewrites are for one platform, and a program for several cannot have those of each.
     platform = _PLATFORMS.get(platforms[0], platforms[0]) if len(platforms) == 1 else "several"
-    with tracing_guards(step), compiling_for(platform):
+    with tracing_guards(), compiling_for(platform):
         program = _export(rewriting.optimize(predict, rewrites), inputs, shapes, platforms)
     data = _serialize(program)
     with atomic_write(target) as file:

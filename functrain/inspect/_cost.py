@@ -301,7 +301,7 @@ def layer_name(op_name: str) -> str:
 def product_flops(step: Any, program: FitProgram) -> int:
     """Returns the operations of all products and convolutions of a step, on all devices."""
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), program.chunk)
-    with tracing_guards(step), compiling_for(platform_of(program.carry)):
+    with tracing_guards(), compiling_for(platform_of(program.carry)):
         closed = jax.make_jaxpr(lambda *args: step(*args))(program.carry, batch)
     total = 0
     for eqn, _, executions in walk_equations(closed.jaxpr):

@@ -140,7 +140,7 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
             if kind == "nan":
                 return leaf
             infinite_leaves[i] = leaf
-    with tracing_guards(step):
+    with tracing_guards():
         closed: Any = jax.make_jaxpr(step)(state, batch)
     culprit, inputs = _Program(closed, jax.tree.leaves((state, batch)), ()).search()
     if culprit is None:

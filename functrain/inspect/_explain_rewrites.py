@@ -155,7 +155,7 @@ def explain_rewrites(
         args = traits_of(fn).wrap_state(args[0]), *args[1:]
     try:
         # A step, such as that of a population, may be another program on each platform.
-        with tracing_guards(fn), compiling_for(platform):
+        with tracing_guards(), compiling_for(platform):
             closed, _ = _optimize.trace(fn, *args, **kwargs)
     except Untraceable as error:
         return Explanation((), 0, f"The function runs unchanged: {error}")

@@ -179,7 +179,7 @@ def _by_path(variables: Any) -> dict[str, Any]:
 def _costs(step: Any, state: PyTree, batch: PyTree) -> str:
     """Returns a line with the cost of one step, as counted by the compiler."""
     args = traits_of(step).wrap_state(state), batch
-    with tracing_guards(step):
+    with tracing_guards():
         # A new function: jit of the step itself would reuse a trace made without the guards.
         traced = jit(lambda *args: step(*args)).trace(*args)
         lowered = traced.lower()

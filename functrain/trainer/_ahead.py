@@ -128,7 +128,7 @@ def _metric_names(step: MeteredStep) -> set[str]:
 
 
 def _trace_names(step: MeteredStep) -> frozenset[str]:
-    with tracing_guards(step):
+    with tracing_guards():
         # In two steps: an init may return numbers, by which Python could not divide.
         values = jax.eval_shape(step.metrics.compute, jax.eval_shape(step.metrics.init))
     _tree.require_scalars(values)
@@ -162,7 +162,7 @@ def _require_evaluation(
         shapes += [other for other in known_shapes if other != shapes[0]]
     try:
         for shape in shapes:
-            with tracing_guards(hook.step):
+            with tracing_guards():
                 # A new function: jax keeps what it has traced for as long as the function lives.
                 jax.eval_shape(
                     lambda s, x: hook.step(hook.step.start(s), x), abstract_state(), shape
@@ -188,7 +188,7 @@ def _require_logs(
     if not shapes:
         return
     carry = jax.eval_shape(traits_of(step).wrap_state, abstract_state())
-    with tracing_guards(step):
+    with tracing_guards():
         logs = jax.eval_shape(step, carry, _tree.shapes(shapes[0]))[1]
     all_names = names | {path for path, _ in _tree.leaves_with_path(logs)}
     for name in missing:

@@ -1,14 +1,12 @@
-"""Importing bridge: on JAX or not at all, and only beside its own functrain."""
+"""Importing bridge: on JAX or not at all."""
 
 import os
 import subprocess
 import sys
-from types import ModuleType
 
 import pytest
 
 import bridge
-from bridge import _version
 
 
 def python(code: str, **env: str | None) -> subprocess.CompletedProcess[str]:
@@ -63,16 +61,6 @@ except ImportError:
     nowhere = os.devnull  # no keras.json there
     done = python(code, KERAS_BACKEND=None, KERAS_HOME=nowhere)
     assert done.stdout == "jax 1.0\n", done.stderr
-
-
-@pytest.mark.parametrize("found", [{}, {"__version__": "0.0.1", "__file__": "/old/functrain"}])
-def test_a_functrain_of_another_version_is_refused(found):
-    functrain = ModuleType("functrain")
-    vars(functrain).update(found)
-    with pytest.raises(ImportError, match=r"(?s)bridge 0.*functrain .*pip install") as error:
-        _version.require_same(functrain)
-    for value in found.values():
-        assert value in str(error.value)
 
 
 def test_all_names_what_is_public():

@@ -15,7 +15,6 @@ import pytest
 from keras import layers
 
 import functrain as ft
-from functrain.engine import _guards
 
 X = np.ones((8, 3), np.float32)
 
@@ -60,38 +59,6 @@ def test_the_import_of_bridge_changes_no_method_of_keras() -> None:
     folder = str(pathlib.Path(bridge.__file__).parent)
     ours = [name for name, x in methods.items() if x.__code__.co_filename.startswith(folder)]
     assert not ours
-
-
-@pytest.fixture
-def guards(monkeypatch) -> list[str]:
-    """The names of the guards that are entered."""
-    entered: list[str] = []
-
-    def noting(guard: Any) -> Any:
-        def context() -> Any:
-            entered.append(guard.context.__name__)
-            return guard.context()
-
-        return guard._replace(context=context)
-
-    monkeypatch.setattr(_guards, "_guards", [*map(noting, _guards._guards)])
-    return entered
-
-
-def test_a_program_of_pure_jax_is_traced_under_no_guard_of_keras(guards) -> None:
-    def loss_fn(params: Any, model_state: Any, x: Any, *, rng: Any, training: bool) -> Any:
-        return jnp.mean((x @ params["w"]) ** 2), ft.Aux(model_state)
-
-    tx = optax.adam(0.1)
-    state = ft.TrainState.create(params={"w": jnp.ones(3)}, tx=tx)
-    loader = ft.ArrayLoader(X, 4)
-    evaluation = {"eval_data": loader, "eval_step": ft.eval_step(loss_fn)}
-    ft.fit(state, ft.train_step(loss_fn, tx), loader, verbose=0, **evaluation)
-    assert not guards
-    model = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
-    with pytest.warns(UserWarning, match="compiled in as constants"):
-        ft.predict(0.0, calls(model), loader)
-    assert set(guards) == {"no_side_effects"}
 
 
 @pytest.mark.parametrize("door", DOORS)

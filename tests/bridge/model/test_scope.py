@@ -138,27 +138,20 @@ def annealed(variable: keras.Variable) -> Any:
     return lambda y, outputs: variable * keras.ops.mean((y - outputs) ** 2, -1)
 
 
-def fit_by_bridge(model: keras.Model, loss: Any) -> None:
-    model.compile("sgd", loss)
-    bridge.fit(model, X, Y, verbose=0)
-
-
 def train_by_functrain(model: keras.Model, loss: Any) -> None:
     tx = optax.sgd(0.1)
     loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss(loss))
     ft.fit(bridge.create_state(model, tx), ft.train_step(loss_fn, tx), [(X, Y)], verbose=0)
 
 
-@pytest.mark.parametrize("way", [fit_by_bridge, train_by_functrain])
-def test_a_variable_that_nobody_tracks_is_told_as_a_constant(way: Any) -> None:
+def test_a_variable_that_nobody_tracks_is_told_as_a_constant() -> None:
     model = keras.Sequential([keras.Input((3,)), layers.Dropout(0.1, seed=1), layers.Dense(3)])
     weight = keras.Variable(2.0, name="annealed")
     with pytest.warns(UserWarning, match=r"(?s)compiled in as constants:.*annealed: float32\[\]"):
-        way(model, annealed(weight))
+        train_by_functrain(model, annealed(weight))
 
 
-@pytest.mark.parametrize("way", [fit_by_bridge, train_by_functrain])
-def test_a_variable_that_the_model_tracks_is_not(way: Any) -> None:
+def test_a_variable_that_the_model_tracks_is_not() -> None:
     class Scaled(layers.Layer):
         def __init__(self) -> None:
             super().__init__()
@@ -168,4 +161,4 @@ def test_a_variable_that_the_model_tracks_is_not(way: Any) -> None:
             return x * self.scale
 
     model = keras.Sequential([keras.Input((3,)), Scaled(), layers.BatchNormalization()])
-    way(model, annealed(model.layers[0].scale) if way is fit_by_bridge else "mse")
+    train_by_functrain(model, "mse")
