@@ -123,7 +123,7 @@ def cost(
       As `functrain.inspect.cost`: print it for tables of the time, kernels and layers of a step.
 
     Raises:
-      MemoryError: The program is larger than the memory of the device.
+      jax.errors.JaxRuntimeError: The program is larger than the memory of the device.
       ValueError: The model is not compiled.
 
     Examples:

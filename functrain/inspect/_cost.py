@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import html
 import math
 import re
 from typing import Any, NamedTuple
@@ -61,7 +60,7 @@ class Layer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of a step on each device, from `cost`. Prints as a table; a chart in notebooks.
+    """The cost of a step on each device, from `cost`. Prints as a table.
 
     All of it is estimated from the compiled program. Nothing was measured.
 
@@ -114,43 +113,19 @@ class Cost:
 
     def __str__(self) -> str:
         """Returns the tables, at most 80 columns wide."""
-        summary = sheet(["estimated cost of a step", ""], self._summary())
-        rows_of_layers = [*self.layers[:ROWS], *_rest(self.layers[ROWS:])]
-        rows = [
-            (
-                _repr.shorten_start(layer.name, 44),
-                f"{layer.kernels:.1f}",
-                self._time(layer),
-                self._share(layer),
-            )
-            for layer in rows_of_layers
-        ]
         columns = ["layer", "kernels", "time", "share"]
-        parts = sheet(columns, rows, numbers=columns[1:])
-        if not self.traffic:
-            return f"{summary}\n{parts}"
-        traffic = [
-            (
-                kind,
-                str(x.calls),
-                _repr.format_bytes(x.bytes),
-                "yes" if kind in self.overlapped else "no",
-            )
-            for kind, x in self.traffic.items()
+        tables = [
+            sheet(["estimated cost of a step", ""], self._summary()),
+            sheet(columns, self._layer_rows(), numbers=columns[1:]),
         ]
-        columns = ["collective", "calls", "bytes", "overlaps with computing"]
-        return f"{summary}\n{parts}\n{sheet(columns, traffic, numbers=columns[1:3])}"
-
-    def _repr_html_(self) -> str:
-        """Returns the tables and a chart of the layers, for notebooks."""
-        longest = max((self._weight(layer) for layer in self.layers), default=0.0) or 1.0
-        bars = "".join(
-            f'<tr><td style="text-align:left">{html.escape(layer.name)}</td><td style="text-align:'
-            f'left"><div style="background:#3b76c4;height:0.8em;width:'
-            f'{300 * self._weight(layer) / longest:.0f}px"></div></td></tr>'
-            for layer in self.layers[:ROWS]
-        )
-        return f"<pre>{html.escape(str(self))}</pre><table>{bars}</table>"
+        if self.traffic:
+            columns = ["collective", "calls", "bytes", "overlaps with computing"]
+            rows = []
+            for kind, (calls, size) in self.traffic.items():
+                overlaps = "yes" if kind in self.overlapped else "no"
+                rows.append((kind, str(calls), _repr.format_bytes(size), overlaps))
+            tables.append(sheet(columns, rows, numbers=columns[1:3]))
+        return "\n".join(tables)
 
     def _summary(self) -> list[tuple[str, str]]:
         rows = [
@@ -167,19 +142,27 @@ class Cost:
             rows.append((f"saved by fusing {self.k} steps", saved))
         return rows
 
-    def _weight(self, layer: Layer) -> float:
-        """Returns the time of a layer, or its kernels where no times are known."""
-        return layer.seconds if self._has_times() else layer.kernels
-
-    def _has_times(self) -> bool:
-        return any(layer.seconds for layer in self.layers)
-
-    def _time(self, layer: Layer) -> str:
-        return _format_time(layer.seconds) if self._has_times() else "-"
-
-    def _share(self, layer: Layer) -> str:
-        total = sum(map(self._weight, self.layers))
-        return f"{self._weight(layer) / total:.1%}" if total else "-"
+    def _layer_rows(self) -> list[tuple[str, ...]]:
+        """Returns the name, kernels, time and share of each layer, small ones added up."""
+        # Shares are those of the kernels where no times are known.
+        has_times = any(layer.seconds for layer in self.layers)
+        weights = [x.seconds if has_times else x.kernels for x in self.layers]
+        layers = list(zip(self.layers, weights, strict=True))
+        shown, others = layers[:ROWS], layers[ROWS:]
+        if others:
+            seconds = sum(layer.seconds for layer, _ in others)
+            kernels = sum(layer.kernels for layer, _ in others)
+            weight = sum(weight for _, weight in others)
+            shown.append((Layer(f"{len(others)} others", seconds, kernels), weight))
+        return [
+            (
+                _repr.shorten_start(layer.name, 44),
+                f"{layer.kernels:.1f}",
+                _format_time(layer.seconds) if has_times else "-",
+                f"{weight / sum(weights):.1%}",
+            )
+            for layer, weight in shown
+        ]
 
 
 def cost(
@@ -213,7 +196,7 @@ def cost(
       A `Cost`; print it for tables.
 
     Raises:
-      MemoryError: The program is larger than the memory of the device; see `memory`.
+      jax.errors.JaxRuntimeError: The program is larger than the memory of the device; see `memory`.
       ValueError: `fuse` is below 1, or the batch does not divide over the devices.
       TypeError: `step` is not a step, or a leaf is not an array.
 
@@ -225,7 +208,7 @@ def cost(
       True
     """
     program = lower_fit(
-        "cost", state, step, batch, fuse=fuse, target=target, sharding=sharding, rewrites=rewrites
+        state, step, batch, fuse=fuse, target=target, sharding=sharding, rewrites=rewrites
     )
     text = compile_program(program).as_text() or ""
     cycles, kernels = collections.Counter[str](), collections.Counter[str]()
@@ -240,30 +223,30 @@ def cost(
             moved += 0 if is_partial else 2 * calls * instruction.bytes
         if instruction.opcode.endswith("-start"):
             overlapped.add(instruction.opcode.removesuffix("-start"))
-    k, chip = program.k, program.chip
-    flops = product_flops(step, program)
-    # Without a clock, no layer has a time.
-    clock = chip.clock_hz or math.inf
     # In a loop of unknown length, which a CPU has, every instruction was counted once.
-    steps = k if prefers_static_length(platform_of(program.carry)) else 1
-    names = cycles | kernels
-    layers = [Layer(name, cycles[name] / clock / steps, kernels[name] / steps) for name in names]
+    steps = program.k if prefers_static_length(platform_of(program.carry)) else 1
+    # Without a clock, no layer has a time.
+    chip, clock = program.chip, program.chip.clock_hz or math.inf
+    layers = [
+        Layer(name, cycles[name] / clock / steps, kernels[name] / steps)
+        for name in cycles | kernels
+        if cycles[name] / clock or kernels[name]
+    ]
     layers.sort(key=lambda layer: (layer.seconds, layer.kernels), reverse=True)
-    total_cycles, total_kernels = (sum(x.values()) / steps for x in (cycles, kernels))
-    devices = _device_count(program.carry)
-    if total_cycles and chip.clock_hz:
-        seconds, basis = total_cycles / clock, "the TPU compiler's cycles"
-    else:
+    flops, devices = product_flops(step, program), _device_count(program.carry)
+    total_kernels = kernels.total() / steps
+    seconds, basis = cycles.total() / clock / steps, "the TPU compiler's cycles"
+    if not seconds:
         seconds, basis = _roofline(chip, flops / devices, moved / steps, total_kernels)
     return Cost(
-        k=k,
+        k=program.k,
         chip=chip,
         seconds=seconds,
         basis=basis,
         kernels=total_kernels,
         flops=flops,
         devices=devices,
-        layers=tuple(layer for layer in layers if layer.seconds or layer.kernels),
+        layers=tuple(layers),
         traffic={
             kind: Traffic(round(x.calls / steps), round(x.bytes / steps))
             for kind, x in collectives(text).items()
@@ -334,13 +317,6 @@ def _roofline(chip: Chip, flops: float, moved: float, kernels: float) -> tuple[f
 def _device_count(carry: PyTree) -> int:
     shardings = [x.sharding for x in jax.tree.leaves(carry) if x.sharding is not None]
     return max((sharding.num_devices for sharding in shardings), default=1)
-
-
-def _rest(layers: tuple[Layer, ...]) -> list[Layer]:
-    if not layers:
-        return []
-    seconds, kernels = (sum(x) for x in list(zip(*layers, strict=True))[1:])
-    return [Layer(f"{len(layers)} others", seconds, kernels)]
 
 
 def _format_time(seconds: float) -> str:

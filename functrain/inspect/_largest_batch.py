@@ -4,16 +4,14 @@ import math
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_integer
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
-from functrain.inspect._fit_program import TooLargeError, require_arrays
+from functrain.inspect._fit_program import require_batch_shapes
 from functrain.inspect._memory import memory
-from functrain.targets._chips import Chip, accelerator_of
 from functrain.targets._target import Target
 
 
@@ -61,53 +59,42 @@ def largest_batch(
       >>> size > 64, size % 8
       (True, 0)
     """
-    require_arrays("largest_batch", state, batch)
-    mesh_sharding = _placement.batch_sharding(sharding)
-    shards = _shard_count(mesh_sharding)
+    require_batch_shapes(batch)
+    shards = _shard_count(_placement.batch_sharding(sharding))
     multiple_of = 8 * shards if multiple_of is None else multiple_of
     require_integer("multiple_of", multiple_of)
     expected = f"a multiple of {shards}, the number of devices that share a batch"
     require(multiple_of % shards == 0, "multiple_of", expected, multiple_of)
-    expected = "the devices, such as functrain.target('tpu:v5e')"
-    advice = "How much memory a CPU may use is unknown; functrain.target() allows all of it."
-    require(target or _accelerator(state, mesh_sharding), "target", expected, target, advice)
     examples = {x.shape[0] for x in jax.tree.leaves(batch)}
     require(len(examples) == 1, "batch", "leaves with one first axis, the examples", batch)
     largest, too_large = 0, math.inf
     count: int = max(1, examples.pop() // multiple_of)
     totals: dict[int, int] = {}
-    room = 0
     while True:
         shapes = _resize(batch, count * multiple_of)
-        try:
-            needed = memory(
-                state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
+        needed = memory(
+            state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
+        )
+        if needed.chip is None:
+            raise ValueError(
+                "target: expected the devices, such as functrain.target('tpu:v5e'), got None. How "
+                "much memory a CPU may use is unknown; functrain.target() allows all of it."
             )
-        except TooLargeError:
-            # Its compiler does not say what it would need.
-            too_large = count
+        # What a batch of no examples would need.
+        totals[0] = needed.state + needed.original_state
+        if totals[0] > needed.chip.memory_bytes:
+            return 0
+        # A compiler that refuses a program may not say what it would need.
+        if needed.temporaries or not needed.is_refused:
+            totals[count] = needed.total
+        if needed.fits:
+            largest = count
         else:
-            assert needed.chip is not None
-            room = needed.chip.memory_bytes
-            # What a batch of no examples would need.
-            copies = needed.original_state + needed.checkpoint_copy
-            totals |= {0: needed.state + copies, count: needed.total}
-            if totals[0] > room:
-                return 0
-            if needed.fits:
-                largest = count
-            else:
-                too_large = count
+            too_large = count
         tolerance = max(1, largest // 16)
         if too_large - largest <= tolerance:
             return largest * multiple_of
-        count = _next_count(totals, room, largest, too_large, tolerance)
-
-
-def _accelerator(state: PyTree, sharding: NamedSharding | None) -> Chip | None:
-    """Returns the accelerator of this machine, or of the placed arguments, if there is one."""
-    replicated = None if sharding is None else NamedSharding(sharding.mesh, PartitionSpec())
-    return accelerator_of((state, jax.ShapeDtypeStruct((), np.float32, sharding=replicated)))
+        count = _next_count(totals, needed.chip.memory_bytes, largest, too_large, tolerance)
 
 
 def _shard_count(sharding: NamedSharding | None) -> int:

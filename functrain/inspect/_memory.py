@@ -2,18 +2,19 @@
 
 import collections
 import dataclasses
-import itertools
+import re
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from functrain.common import _repr, _tree
-from functrain.common._checks import require_flags
 from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD
 from functrain.engine._plan import nbytes
-from functrain.inspect._fit_program import FitProgram, TooLargeError, compile_program, lower_fit
+from functrain.inspect._fit_program import compile_program, lower_fit
 from functrain.inspect._leaf import bytes_on_each
 from functrain.inspect._sheet import sheet
 from functrain.metrics._metric import Metered
@@ -93,22 +94,28 @@ class Memory:
 
         It is at most 80 columns wide.
         """
-        sections: tuple[Mapping[str, int], ...] = (
-            _largest(self.leaves),
-            {f"{name} (total)": size for name, size in self.parts.items()},
-            {
-                "state": self.state,
-                "your original state": self.original_state,
-                "checkpoint copy": self.checkpoint_copy,
-                f"{CHUNKS} chunks of {self.k} batch{'es' * (self.k > 1)}": self.chunks,
-                "logs": self.logs,
-                "program temporaries": self.temporaries,
-                **({"padding": self.padding} if self.padding else {}),
-            },
-            {"total": self.total},
-        )
-        columns = ["memory of a fit", "bytes"]
-        table = sheet(columns, *map(_format_rows, sections), numbers=["bytes"])
+        others = list(self.leaves.values())[ROWS:]
+        sections = [
+            [*list(self.leaves.items())[:ROWS], (f"other leaves ({len(others)})", sum(others))],
+            [(f"{name} (total)", size) for name, size in self.parts.items()],
+            [
+                ("state", self.state),
+                ("your original state", self.original_state),
+                ("checkpoint copy", self.checkpoint_copy),
+                (f"{CHUNKS} chunks of {self.k} batch{'es' if self.k > 1 else ''}", self.chunks),
+                ("logs", self.logs),
+                ("program temporaries", self.temporaries),
+                ("padding", self.padding),
+            ],
+            [("total", self.total)],
+        ]
+        if not others:
+            sections[0].pop()
+        rows = [
+            [(_repr.shorten_start(name, 60), _repr.format_bytes(size)) for name, size in section]
+            for section in sections
+        ]
+        table = sheet(["memory of a fit", "bytes"], *rows, numbers=["bytes"])
         return table if self.chip is None else "\n".join([table, *self._verdict(self.chip)])
 
     def _verdict(self, chip: Chip) -> list[str]:
@@ -117,8 +124,9 @@ class Memory:
         size, room = _repr.format_bytes(abs(free_bytes)), _repr.format_bytes(chip.memory_bytes)
         if self.fits:
             lines = [f"It fits: {size} of {room} are free ({chip.name})."]
-            is_tight = free_bytes * 50 < chip.memory_bytes
-            return lines + ["Evaluations, hooks and compiled code are not counted."] * is_tight
+            if free_bytes * 50 < chip.memory_bytes:
+                lines.append("Evaluations, hooks and compiled code are not counted.")
+            return lines
         reason = f"{size} more than {room}" if free_bytes < 0 else "the compiler refused it"
         return [f"It does not fit: {reason} ({chip.name}).", *self.advice()]
 
@@ -129,41 +137,18 @@ class Memory:
           >>> Memory(8, {"w": 4000}, {"w": 4000}, 4000, 300, 96, 8000).advice()[0]
           '- 7.8 KiB of temporaries: a smaller batch, ft.micro_batches, or ft.remat.'
         """
-        divide = "divide it over the chips of a slice, with ft.sharding.fsdp"
-        options = {
+        remedies = {
             "temporaries: a smaller batch, ft.micro_batches, or ft.remat": self.temporaries,
-            f"state: {divide}": self.state,
+            "state: divide it over the chips of a slice, with ft.sharding.fsdp": self.state,
             "your original state: fit(donate=True) takes it over": self.original_state,
             f"chunks: fewer steps per program than fuse={self.k}": self.chunks,
         }
-        ordered = sorted(options.items(), key=lambda option: -option[1])
         # Savings below a hundredth of all of it do not matter.
         return [
             f"- {_repr.format_bytes(size)} of {text}."
-            for text, size in ordered
+            for text, size in sorted(remedies.items(), key=lambda remedy: -remedy[1])
             if size * 100 > self.total
         ]
-
-
-def _largest(leaves: Mapping[str, int]) -> dict[str, int]:
-    """Returns the largest leaves, and the sum of all others.
-
-    Examples:
-      >>> _largest({str(i): 1 for i in range(14)})["other leaves (2)"]
-      2
-    """
-    rows = list(leaves.items())
-    others = [size for _, size in rows[ROWS:]]
-    return {
-        **dict(rows[:ROWS]),
-        **({f"other leaves ({len(others)})": sum(others)} if others else {}),
-    }
-
-
-def _format_rows(section: Mapping[str, int]) -> list[tuple[str, str]]:
-    return [
-        (_repr.shorten_start(name, 60), _repr.format_bytes(size)) for name, size in section.items()
-    ]
 
 
 def memory(
@@ -222,22 +207,29 @@ def memory(
       >>> needed.k, needed.parts["params"] == 4 * 4096**2, needed.state == 12 * 4096**2 + 8
       (8, True, True)
     """
-    require_flags(donate=donate)
     program = lower_fit(
-        "memory",
-        state,
-        step,
-        batch,
-        fuse=fuse,
-        target=target,
-        sharding=sharding,
-        rewrites=rewrites,
+        state, step, batch, fuse=fuse, target=target, sharding=sharding, rewrites=rewrites
     )
     leaves = _bytes_by_path(program.carry)
     state_bytes, chunk_bytes = sum(leaves.values()), bytes_on_each(program.chunk)
-    logs, temporaries, arguments, is_refused = _analyze(program)
+    logs = nbytes(program.lowered.out_info[1])
     # On accelerators the copy is fetched to the host before it is written.
     is_cpu = platform_of(program.carry) == "cpu"
+    arguments, is_refused = 0, False
+    try:
+        stats = compile_program(program).memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        is_refused = True
+        # A leaf that is larger than the memory is refused before temporaries are counted.
+        is_leaf = max(leaves.values(), default=0) > program.chip.memory_bytes
+        temporaries = 0 if is_leaf else _refused_bytes(str(error))
+    else:
+        # Results that could not reuse the buffer of a donated argument need memory, too.
+        results = stats.output_size_in_bytes - stats.alias_size_in_bytes - logs
+        temporaries = int(stats.temp_size_in_bytes + max(0, results))
+        arguments = int(stats.argument_size_in_bytes)
     return Memory(
         k=program.k,
         leaves=leaves,
@@ -254,52 +246,39 @@ def memory(
     )
 
 
-def _analyze(program: FitProgram) -> tuple[int, int, int, bool]:
-    """Compiles a program.
+def _refused_bytes(message: str) -> int:
+    """Returns the bytes of temporaries that a compiler names as it refuses a program, or else 0.
 
-    Returns:
-      The bytes of its logs, temporaries and arguments, and True if the compiler refused it.
+    Examples:
+      >>> _refused_bytes("RESOURCE_EXHAUSTED: Used 2.0K of 1.0K hbm.     program     1.50K")
+      1536
+      >>> _refused_bytes("RESOURCE_EXHAUSTED: Allocation (size=8192) would exceed memory")
+      8192
     """
-    logs = nbytes(program.lowered.out_info[1])
-    try:
-        stats = compile_program(program).memory_analysis()
-    except TooLargeError as error:
-        # Without sizes in the compiler's message, the rest alone would seem to fit.
-        if not error.program:
-            raise
-        leaves = _tree.leaves_with_path((program.carry, program.chunk))
-        largest = max(bytes_on_each(x) for _, x in leaves)
-        # The buffer that the compiler refused may be a leaf, which is counted already.
-        is_leaf = error.is_one_buffer and largest > error.capacity
-        temporaries = 0 if is_leaf else error.program + error.reserved
-        return logs, temporaries, error.arguments, True
-    # Results that could not reuse the buffer of a donated argument need memory, too.
-    results = stats.output_size_in_bytes - stats.alias_size_in_bytes - logs
-    temporaries = int(stats.temp_size_in_bytes + max(0, results))
-    return logs, temporaries, int(stats.argument_size_in_bytes), False
+    size = re.search(r"(?:program +|size=)([\d.]+)([KMGT]?)", message)
+    return int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " ")) if size else 0
 
 
 def _bytes_by_path(carry: PyTree) -> dict[str, int]:
     """Returns the bytes of each leaf by its path, the largest first."""
     # Metrics are carried beside the state: without this, the paths of its leaves would change.
-    is_metered = isinstance(carry, Metered)
-    parts = (carry.state, {"metrics": carry.metrics}) if is_metered else (carry,)
-    leaves = itertools.chain.from_iterable(map(_tree.leaves_with_path, parts))
+    parts = [carry.state, {"metrics": carry.metrics}] if isinstance(carry, Metered) else [carry]
     sizes: collections.Counter[str] = collections.Counter()
     # Paths may be equal, as those of {"a/b": x, "a": {"b": y}}.
-    for path, x in leaves:
-        sizes[path] += bytes_on_each(x)
+    for part in parts:
+        for path, x in _tree.leaves_with_path(part):
+            sizes[path] += bytes_on_each(x)
     return dict(sizes.most_common())
 
 
 def _bytes_by_part(leaves: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes of each part of the state, the largest first."""
-    bytes_of_part: collections.Counter[str] = collections.Counter()
+    parts: collections.Counter[str] = collections.Counter()
     # For other pytrees, the parts are the first components of the paths.
     names = {path: path.partition("/")[0] for path in leaves}
     is_train_state = "params" in names.values()
     for path, size in leaves.items():
         name = names[path]
         is_part = not is_train_state or name in ("params", "opt_state", "model_state")
-        bytes_of_part[name if is_part else "other"] += size
-    return dict(bytes_of_part.most_common())
+        parts[name if is_part else "other"] += size
+    return dict(parts.most_common())

@@ -10,7 +10,6 @@ import pytest
 
 import functrain as ft
 from functrain.inspect import _largest_batch
-from functrain.inspect._fit_program import TooLargeError
 
 WIDTH = 32
 STATE = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
@@ -102,7 +101,7 @@ def test_sizes_right_below_one_that_does_not_fit_are_not_tried(
     assert len(tried) <= 7
 
 
-@pytest.mark.parametrize("first", [8, 64, 4096])
+@pytest.mark.parametrize("first", [8, 4096])
 def test_a_size_that_the_compiler_refuses_without_a_reason_does_not_fit(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,9 +109,9 @@ def test_a_size_that_the_compiler_refuses_without_a_reason_does_not_fit(
     report = _largest_batch.memory
 
     def memory(state: Any, step: Any, shapes: Any, **options: Any) -> ft.inspect.Memory:
-        if shapes[0].shape[0] > 500:
-            raise TooLargeError("RESOURCE_EXHAUSTED: no more of it")
-        return report(state, step, shapes, **options)
+        needed = report(state, step, shapes, **options)
+        is_refused = shapes[0].shape[0] > 500
+        return dataclasses.replace(needed, temporaries=0, is_refused=True) if is_refused else needed
 
     monkeypatch.setattr("functrain.inspect._largest_batch.memory", memory)
     found = ft.inspect.largest_batch(STATE, step, batch(first), target=ft.target())
@@ -156,20 +155,11 @@ def test_a_machine_of_unknown_memory_asks_for_a_target() -> None:
         ft.inspect.largest_batch(STATE, step, batch(8))
 
 
-@pytest.mark.parametrize("multiple", [0, -8, 1.5, True])
-def test_multiples_below_one_are_refused(multiple: Any) -> None:
-    with pytest.raises(ValueError, match="multiple_of"):
-        ft.inspect.largest_batch(STATE, step, batch(8), multiple_of=multiple, target=ft.target())
-
-
-@pytest.mark.parametrize("other", [np.float32(1), 1.0, jnp.zeros(())])
-def test_leaves_without_examples_are_refused(other: Any) -> None:
-    expected = r"batch: expected an array \[B, \.\.\.\].* The leaf is at 1\. .*largest_batch\("
-    with pytest.raises(TypeError, match=expected):
-        ft.inspect.largest_batch(STATE, step, (batch(8)[0], other), target=ft.target())
-
-
-def test_leaves_with_different_first_axes_are_refused() -> None:
+def test_batches_without_a_size_and_multiples_below_one_are_refused() -> None:
     uneven = np.ones((8, WIDTH), np.float32), np.ones(4, np.float32)
     with pytest.raises(ValueError, match="batch: expected leaves with one first axis"):
         ft.inspect.largest_batch(STATE, step, uneven, target=ft.target())
+    with pytest.raises(TypeError, match=r"batch: 1: expected an array \[B, \.\.\.\]"):
+        ft.inspect.largest_batch(STATE, step, (batch(8)[0], 1.0), target=ft.target())
+    with pytest.raises(ValueError, match="multiple_of: expected an integer of at least 1, got 0"):
+        ft.inspect.largest_batch(STATE, step, batch(8), multiple_of=0, target=ft.target())

@@ -32,7 +32,7 @@ class Compiled(NamedTuple):
 
 def compiled(target: ft.Target, state: Any, step: Any, batch: Any, mesh: Any = None) -> Compiled:
     """Compiles K steps for a target, from the shapes of a state and of a batch."""
-    program = lower_fit("test", state, step, batch, fuse=K, target=target, sharding=mesh)
+    program = lower_fit(state, step, batch, fuse=K, target=target, sharding=mesh)
     places = None if mesh is None else jax.tree.map(lambda x: x.sharding, program.carry)
     by_hand = jax.jit(
         lambda state, chunk: jax.lax.scan(step, state, chunk),

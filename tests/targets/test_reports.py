@@ -11,7 +11,6 @@ import pytest
 
 import bridge
 import functrain as ft
-from functrain.inspect._fit_program import TooLargeError
 from tests.workload_parts import parts
 
 TX = optax.sgd(0.1)
@@ -74,10 +73,8 @@ def test_temporaries_beyond_the_memory_are_counted_and_named(v5e: ft.Target) -> 
     # The activations of the hidden layer.
     assert 16 * GIB <= found.temporaries < 17 * GIB
     assert "GiB of temporaries: a smaller batch, ft.micro_batches, or ft.remat." in str(found)
-    with pytest.raises(TooLargeError, match=r"16\.\d GiB of temporaries") as raised:
+    with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         ft.inspect.cost(*arguments, target=v5e, fuse=2)
-    assert "16.0 GiB in " in str(raised.value)
-    assert raised.value.__cause__ is raised.value.__context__ is None
 
 
 @pytest.mark.tpu
