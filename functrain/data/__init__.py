@@ -4,16 +4,16 @@ Files:
   _batches: the protocol between data and the engine; NoData, for training without data
   _adapt: converts what users pass to that protocol
   _loader: ArrayLoader, batches of arrays in memory
+  _loader_batches: batches of a loader that can seek
   _iterator: batches of any iterable
   _iterator_position: saves and restores the position of an iterator
   _same_data: compares the data of a resumed run with those of the saved one
   _local: data of which each process holds a part
   _epochs_of_steps: epochs with a given number of steps
-  _stack: stacks batches into chunks
+  _stack: stacks batches into chunks, in aligned memory
   _batch: inputs, labels and weights of a batch, and its size
   _arrays: converts leaves to arrays that jax supports
   _lookahead: an iterator whose next batch can be looked at
-  _buffer: host memory that a CPU device uses without a copy
 """
 
 from functrain.data._batches import NoData as NoData

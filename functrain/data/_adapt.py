@@ -12,7 +12,8 @@ from functrain.common._checks import require
 from functrain.data._arrays import require_no_number_lists
 from functrain.data._batches import Batches, NoData
 from functrain.data._iterator import IteratorBatches
-from functrain.data._loader import LoaderBatches, SeekableLoader
+from functrain.data._loader import SeekableLoader
+from functrain.data._loader_batches import LoaderBatches
 from functrain.data._local import Local, LocalBatches
 
 

@@ -13,7 +13,7 @@ from functrain.common._warnings import warn
 from functrain.data._arrays import host_batch, require_no_number_lists
 from functrain.data._batch import example_count
 from functrain.data._batches import Batches, Chunk, ShortPassError, batch_signature, shapes
-from functrain.data._iterator_position import IteratorPosition
+from functrain.data._iterator_position import IteratorPosition, position
 from functrain.data._lookahead import Lookahead
 from functrain.data._same_data import Summary, differences, summary
 from functrain.data._stack import copy_batch, stack_batches
@@ -42,12 +42,11 @@ class IteratorBatches(Batches):
         self._is_open = False
         # The shapes of the run's first batch.
         self._full_shapes: PyTree | None = None
-        self._example_axis = 0
-        self._epoch = self._taken = 0
+        self._example_axis = self._epoch = 0
         # True to warn, once, of batches whose number of examples is not known.
         self._warns_of_examples = False
-        self._position: IteratorPosition | None = None
-        self._last_summary: Summary | None = None
+        self._position = IteratorPosition(data)
+        self._last_summary: Summary = {}
 
     def first(self) -> PyTree | None:
         """Returns the first batch; the next `begin` continues with it."""
@@ -60,7 +59,7 @@ class IteratorBatches(Batches):
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins an epoch; batches before the given one are fetched and skipped."""
         if not self._is_open:
-            self._open(epoch, batch, None)
+            self._open(epoch, batch, position())
         self._is_open = False
 
     def peek(self) -> PyTree | None:
@@ -70,17 +69,20 @@ class IteratorBatches(Batches):
           ValueError: It differs from the run's first batch in structure, dtypes or ranks.
         """
         batch = self._batches.peek()
-        if batch is not None:
-            self._require_like_first(batch)
+        if batch is not None and _kinds(batch) != _kinds(self._full_shapes):
+            raise ValueError(
+                f"{self.name}: expected every batch like the first, got another at step "
+                f"{self._position.taken} of epoch {self._epoch}:\n"
+                f"{_tree.bullets(_tree.differences(self._full_shapes, batch))}\n"
+                "Batches may differ in their shapes, but not in structure, dtypes or ranks."
+            )
         return batch
 
     def take(self, k: int, limit: int) -> Chunk:
         """Copies the next batches that can be stacked into a chunk."""
         examples = self._count_examples(self._batches.peek())
         batches, steps = stack_batches(self._batches.take(limit), k)
-        self._taken += steps
-        if self._position is not None:
-            self._position.taken += steps
+        self._position.taken += steps
         return Chunk(batches, k, steps, examples)
 
     def find_examples_along(self, axis: int) -> None:
@@ -101,7 +103,7 @@ class IteratorBatches(Batches):
 
     def track(self) -> None:
         """Begins to track the position of the iterator."""
-        self._position = IteratorPosition(self.data)
+        self._position.is_tracked = True
         # A long or endless dataset of grain has a length, but may have no batch at its end.
         with contextlib.suppress(Exception):
             self._last_summary = summary(host_batch(self.data[len(self.data) - 1], "data"))
@@ -112,73 +114,66 @@ class IteratorBatches(Batches):
         `first` is the iterator's state when the run began and a summary of its first batch; `last`
         is a summary of the last batch, if the data can be indexed.
         """
-        position = self._position
-        if position is None or position.run_start is None:
+        if self._position.run_start is None:
             return None
-        if epoch_is_over:
-            saved = position.next_epoch()
-        else:
-            # With a batch fetched ahead, the iterator's state is already past that batch. Then the
-            # last saved position is used, and the batches since then are skipped.
-            if not self._batches.is_ahead:
-                position.save()
-            saved = position.saved
-        return {"position": saved, "first": position.run_start, "last": self._last_summary}
+        # With a batch fetched ahead, the iterator's state is already past that batch. Then the
+        # last saved position is used, and the batches since then are skipped.
+        if not (epoch_is_over or self._batches.is_ahead):
+            self._position.save()
+        saved = self._position.next_epoch() if epoch_is_over else self._position.saved
+        first, last = self._position.run_start, self._last_summary
+        return {"position": saved, "first": first, "last": last}
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
         """Continues at a saved position, after comparing the data with those of the saved run."""
-        if state is None or self._position is None:
+        if state is None or not self._position.is_tracked:
             return []
-        first, last = state["first"], state["last"]
+        first, last, saved = state["first"], state["last"], state["position"]
+        self._position.run_start = first
         if last and self._last_summary:
             changed = differences(last, self._last_summary, "the last batch")
             if changed:
                 return changed
-        self._position.run_start = first
         if first["state"] is None:
-            changed = self._skip_batches(first["batch"], epoch, batch, state["position"])
+            changed = self._skip_batches(first["batch"], epoch, batch, saved)
         else:
             # Before the data are opened at the saved position, since this opens them at the start.
             changed = self._compare_first(first)
             if not changed:
-                self._open(epoch, batch, state["position"])
+                self._open(epoch, batch, saved)
         self._is_open = True
         return changed
 
-    def _open(self, epoch: int, batch: int, saved: dict[str, Any] | None) -> None:
+    def _open(self, epoch: int, batch: int, saved: dict[str, Any]) -> None:
         """Begins a pass at one of its batches.
 
         Args:
           epoch: Number of the epoch, for errors.
           batch: Number of the batch. The batches between the saved position and this one are
             fetched and skipped.
-          saved: A position in a pass over the same data, or None for the start.
+          saved: A position in a pass over the same data.
 
         Raises:
           ShortPassError: The pass has fewer batches.
         """
-        self._epoch, position = epoch, self._position
-        iterator, opened_at = (iter(self.data), 0) if position is None else position.begin(saved)
-        self._taken = opened_at
-        batches = self._host_batches(iterator)
+        self._epoch = epoch
+        batches = self._host_batches(self._position.begin(saved))
         self._batches = Lookahead(batches)
-        for skipped in itertools.islice(batches, max(0, batch - opened_at)):
-            if self._full_shapes is None:
-                self._full_shapes = shapes(skipped)
-            self._taken += 1
-        if self._taken < batch:
+        count = max(0, batch - saved["batch"])
+        skipped = sum(1 for _ in itertools.islice(batches, count))
+        self._position.taken += skipped
+        if skipped < count:
             raise ShortPassError(
                 f"start: expected more than {batch} batches in epoch {epoch} of {self.name}, got "
-                f"{self._taken}. The data are not those of the first run.",
-                self._taken,
+                f"{self._position.taken}. The data are not those of the first run.",
+                self._position.taken,
             )
-        if position is not None and self._taken > opened_at:
-            position.taken = self._taken
-            position.save()
+        if skipped:
+            self._position.save()
 
     def _host_batches(self, iterator: Iterator[Any]) -> Iterator[PyTree]:
         """Yields the batches as arrays; tells the position about the first one and the end."""
-        first = self._taken
+        first = self._position.taken
         for number, batch in enumerate(iterator, first):
             # Once a pass is enough: looking at every leaf takes time.
             if number == first:
@@ -190,23 +185,12 @@ class IteratorBatches(Batches):
                     f"{self._epoch}. A batch without arrays is an empty tuple, ()."
                 )
             arrays = host_batch(batch, f"batch {number} of epoch {self._epoch} of {self.name}")
-            if self._position is not None and number == first:
+            if self._full_shapes is None:
+                self._full_shapes = shapes(arrays)
+            if number == first:
                 self._position.record_first(arrays)
             yield arrays
-        if self._position is not None:
-            self._position.ended = True
-
-    def _require_like_first(self, batch: PyTree) -> None:
-        """Raises ValueError unless a batch has the structure, dtypes and ranks of the first one."""
-        if self._full_shapes is None:
-            self._full_shapes = shapes(batch)
-        if _kinds(batch) != _kinds(self._full_shapes):
-            raise ValueError(
-                f"{self.name}: expected every batch like the first, got another at step "
-                f"{self._taken} of epoch {self._epoch}:\n"
-                f"{_tree.bullets(_tree.differences(self._full_shapes, batch))}\n"
-                "Batches may differ in their shapes, but not in structure, dtypes or ranks."
-            )
+        self._position.ended = True
 
     def _count_examples(self, batch: PyTree) -> int:
         """Returns the number of examples of a batch, and warns once if it cannot be known."""
@@ -219,17 +203,16 @@ class IteratorBatches(Batches):
             warn(
                 f"{self.name}: the batches differ in shape, and their arrays share no axis of "
                 f"examples, so every batch counts once in the means of an epoch:\n"
-                f"{_tree.format_leaves(batch)}\nLet the step close over arrays that are the same "
-                "in all batches; or let the loss return the number that it was divided by, "
-                "Aux(model_state, weight=number), which counts instead."
+                f"{_tree.format_leaves(batch)}\nReturn the number that the loss was divided by, "
+                "Aux(model_state, weight=number); or let the step close over arrays that are the "
+                "same in all batches."
             )
         return 1
 
     def _compare_first(self, first: dict[str, Any]) -> list[str]:
         """Compares the run's first batch with the one that its initial state yields now."""
-        run_start = {"state": first["state"], "batch": 0, "ended": False}
         try:
-            summary_now = self._fetch_first_summary(run_start)
+            summary_now = self._first_summary(first["state"])
         except Exception as error:
             # A loader of another version, or with other settings, may raise any error.
             return [f"the saved state of the data was rejected: {type(error).__name__}: {error}"]
@@ -238,7 +221,7 @@ class IteratorBatches(Batches):
         changed = differences(first["batch"], summary_now, "the first batch")
         # If two passes from one state differ from each other, the data are not other data: they
         # are random.
-        if changed and summary_now != self._fetch_first_summary(run_start):
+        if changed and summary_now != self._first_summary(first["state"]):
             warn(
                 f"{self.name}: {_repr.class_with_article(self.data)} gives other numbers each "
                 "time, even from the same state: it draws random numbers that are not part of its "
@@ -247,12 +230,10 @@ class IteratorBatches(Batches):
             return []
         return changed
 
-    def _fetch_first_summary(self, position: dict[str, Any]) -> Summary | None:
-        """Opens a pass at a position; returns a summary of the first batch that it fetches."""
-        self._open(0, 0, position)
-        self._full_shapes = None
+    def _first_summary(self, state: Any) -> Summary | None:
+        """Returns a summary of the batch that comes after a state; None if there is none."""
+        self._open(0, 0, position(state))
         self.peek()
-        assert self._position is not None
         return self._position.first_seen
 
     def _skip_batches(
@@ -268,13 +249,14 @@ class IteratorBatches(Batches):
             )
         self._open(epoch, batch, saved)
         self.peek()
-        assert self._position is not None
-        # Nothing was fetched if the epoch was over.
-        if self._position.first_seen is None:
-            return []
+        summary_now = self._position.first_seen
         # The numbers of a generator may differ in every pass, which the warning has mentioned.
+        # Nothing was fetched if the epoch was over.
         return differences(
-            first, self._position.first_seen, "the first batch", compares_numbers=is_list
+            first,
+            first if summary_now is None else summary_now,
+            "the first batch",
+            compares_numbers=is_list,
         )
 
 

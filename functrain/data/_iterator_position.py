@@ -19,7 +19,7 @@ class _StateMethods(NamedTuple):
 
 
 class IteratorPosition:
-    """Tracks the position of a pass over an iterable.
+    """Tracks the position of a pass over an iterable, once it `is_tracked`.
 
     The iterable's state must be read only while no batch is fetched ahead, or that batch would be
     lost. So a position is the latest state that was read, and the number of batches taken until
@@ -30,6 +30,7 @@ class IteratorPosition:
         `set_state`, are used if it has them, otherwise those of its iterator.
 
     Attributes:
+      is_tracked: True if states and the first batches of passes are recorded.
       taken: Batches of the pass that were returned to the engine.
       ended: True if the pass has no more batches.
       saved: The last position: `state`, None if the data have none; `batch`, the number of batches
@@ -39,17 +40,16 @@ class IteratorPosition:
     """
 
     def __init__(self, data: Any) -> None:
-        self._data = data
+        self._data, self.is_tracked = data, False
         # The methods of the data, or None: then `begin` looks for those of the iterator.
         self._methods_of_data = self._methods = _state_methods(data)
-        self.saved: dict[str, Any] = {"state": None, "batch": 0, "ended": False}
+        self.saved = position()
         self.taken, self.ended = 0, False
         self.first_seen: Summary | None = None
         self.run_start: dict[str, Any] | None = None
 
-    def begin(self, saved: dict[str, Any] | None) -> tuple[Iterator[Any], int]:
-        """Begins a pass, at a saved position; returns its iterator and its first batch's number."""
-        saved = {"state": None, "batch": 0, "ended": False} if saved is None else saved
+    def begin(self, saved: dict[str, Any]) -> Iterator[Any]:
+        """Begins a pass at a saved position."""
         self.taken, self.ended, self.first_seen = saved["batch"], saved["ended"], None
         has_state = saved["state"] is not None
         # A loader of torchdata takes a state before it is iterated, an iterator of grain after.
@@ -61,33 +61,40 @@ class IteratorPosition:
         if self._methods_of_data is None and self._methods is not None and has_state:
             self._methods.write(saved["state"])
         self.save()
-        return iterator, self.taken
+        return iterator
 
     def record_first(self, batch: PyTree) -> None:
         """Records a summary of the first batch that a pass has fetched."""
-        self.first_seen = summary(batch)
-        if self.run_start is None:
-            self.run_start = {"state": self.saved["state"], "batch": self.first_seen}
+        if self.is_tracked:
+            self.first_seen = summary(batch)
+            self.run_start = self.run_start or {
+                "state": self.saved["state"],
+                "batch": self.first_seen,
+            }
 
     def save(self) -> None:
         """Reads the state, after all fetched batches have been taken."""
-        # Copied, since an iterator may keep changing the object that it returns.
-        state = None if self._methods is None else copy.deepcopy(self._methods.read())
-        # Without a state, resuming skips batches from the beginning of the pass.
-        has_position = self.ended or self._methods is not None
-        batch = self.taken if has_position else 0
-        self.saved = {"state": state, "batch": batch, "ended": self.ended}
+        if self.is_tracked:
+            # Copied, since an iterator may keep changing the object that it returns.
+            state = None if self._methods is None else copy.deepcopy(self._methods.read())
+            # Without a state, resuming skips batches from the beginning of the pass.
+            has_position = self.ended or self._methods is not None
+            self.saved = position(state, self.taken if has_position else 0, self.ended)
 
     def next_epoch(self) -> dict[str, Any]:
         """Returns the position at which the next pass begins."""
-        state = None if self._methods_of_data is None else self._methods_of_data.read()
-        return {"state": state, "batch": 0, "ended": False}
+        return position(None if self._methods_of_data is None else self._methods_of_data.read())
+
+
+def position(state: Any = None, batch: int = 0, ended: bool = False) -> dict[str, Any]:
+    """Returns a position as it is saved; by default the start of a pass."""
+    return {"state": state, "batch": batch, "ended": ended}
 
 
 def _state_methods(owner: Any) -> _StateMethods | None:
     """Returns the methods that read and set a state; None if there are none."""
-    for getter_name, setter_name in _METHODS:
-        getter, setter = getattr(owner, getter_name, None), getattr(owner, setter_name, None)
-        if callable(getter) and callable(setter):
-            return _StateMethods(getter, setter)
+    for names in _METHODS:
+        methods = [getattr(owner, name, None) for name in names]
+        if all(map(callable, methods)):
+            return _StateMethods(*methods)
     return None

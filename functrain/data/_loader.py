@@ -1,8 +1,6 @@
 """ArrayLoader: batches of arrays, in an order that is a pure function of seed and epoch."""
 
 import abc
-import functools
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -10,24 +8,13 @@ import jax
 import numpy as np
 
 from functrain.common import _repr, _tree
-from functrain.common._arguments import accepts, describe_signature
-from functrain.common._checks import (
-    is_integer,
-    require,
-    require_flags,
-    require_integer,
-    require_no_problems,
-    require_one_of,
-)
+from functrain.common._arguments import accepts
+from functrain.common._checks import is_integer, require, require_flags, require_one_of
 from functrain.common._types import PyTree
-from functrain.common._wide_integers import is_cheap_to_read, is_narrowed, require_integers_fit
-from functrain.data import _buffer
+from functrain.common._wide_integers import is_cheap_to_read, require_integers_fit
+from functrain.data import _stack
 from functrain.data._arrays import host_arrays, host_batch
-from functrain.data._batch import example_count
-from functrain.data._batches import Batches, Chunk
-from functrain.data._lookahead import Lookahead
-from functrain.data._same_data import Summary, differences, summary
-from functrain.data._stack import pad_chunk, stack_batches
+from functrain.data._same_data import Summary, summary
 from functrain.rewrites._compile import jit_without_arithmetic
 
 
@@ -171,20 +158,21 @@ class ArrayLoader(SeekableLoader):
     ) -> None:
         require_one_of("placement", placement, ("host", "device"))
         require_flags(shuffle=shuffle, drop_remainder=drop_remainder)
-        is_data = not isinstance(data, int | SeekableLoader)
-        advice = "Pass ArrayLoader((x, y), batch_size)."
-        require(is_data, "data", "a pytree of arrays", data, advice, error=TypeError)
         self.data = host_arrays(data)
         self.examples = _common_length(self.data)
         # An array here is a common mistake: ArrayLoader(x, y).
-        advice = advice if _tree.is_array(batch_size) else ""
+        advice = "Pass ArrayLoader((x, y), batch_size)."
         require(is_integer(batch_size, 1), "batch_size", "an integer from 1", batch_size, advice)
         if drop_remainder:
             expected = f"1 to {self.examples}, the number of examples, with drop_remainder=True"
             require(batch_size <= self.examples, "batch_size", expected, batch_size)
-        _require_transform(transform, placement)
-        require_integer("seed", seed, 0)
-        require(seed < 2**64, "seed", "an integer below 2**64", seed)
+        is_transform = transform is None or (callable(transform) and accepts(transform, 2))
+        expected = "a function transform(batch, rng) -> batch"
+        require(is_transform, "transform", expected, transform, error=TypeError)
+        is_possible, advice = transform is None or placement == "host", "Do it in the step."
+        require(is_possible, "placement", "'host' with a transform", placement, advice)
+        is_seed = is_integer(seed, 0) and seed < 2**64
+        require(is_seed, "seed", "an integer from 0 to 2**64 - 1", seed)
         self.batch_size = min(int(batch_size), self.examples)
         self.shuffle = shuffle
         self.seed = int(seed)
@@ -196,17 +184,12 @@ class ArrayLoader(SeekableLoader):
         self._makes_own_order = shuffle or cls.order is not ArrayLoader.order
         # Only the batches themselves can tell what a function of the user makes of them.
         self.knows_shapes = transform is None and not makes_own_batches
-
         # Reading all integers of a memory-mapped array would read the file, and a view of sliding
-        # windows repeats its numbers many times. Such arrays are checked chunk by chunk.
-        def is_checked_now(x: np.ndarray) -> bool:
-            return placement == "device" or is_cheap_to_read(x)
-
-        # A None is no leaf, so the paths in errors stay the same.
-        checked_now = jax.tree.map(lambda x: x if is_checked_now(x) else None, self.data)
-        require_integers_fit(checked_now, "data")
-        checked_later = itertools.filterfalse(is_checked_now, jax.tree.leaves(self.data))
-        self._checks_chunks = any(map(is_narrowed, checked_later))
+        # windows repeats its numbers many times. Then they are checked chunk by chunk.
+        is_cheap = all(map(is_cheap_to_read, jax.tree.leaves(self.data)))
+        self._checks_chunks = placement == "host" and not is_cheap
+        if not self._checks_chunks:
+            require_integers_fit(self.data, "data")
         if placement == "device":
             self.data = jax.device_put(jax.tree.map(_to_native_order, self.data))
         # The last order that was drawn, and its epoch: every chunk of the epoch needs it.
@@ -227,14 +210,19 @@ class ArrayLoader(SeekableLoader):
         # Read once: another thread may store the order of another epoch at any time.
         cached = self._cached_order
         if cached is None or cached[0] != epoch:
-            # Philox takes the epoch as a part of its key, so no epoch depends on an earlier one.
-            key = np.array([self.seed, epoch], np.uint64)
-            generator = np.random.Generator(np.random.Philox(key=key))
-            order = generator.permutation(self.examples)
+            order = self._generator(epoch).permutation(self.examples)
             # The next chunks are made from it as well.
             order.setflags(write=False)
             cached = self._cached_order = (epoch, order)
         return cached[1]
+
+    def _generator(
+        self, epoch: int, counter: tuple[int, ...] = (0, 0, 0, 0)
+    ) -> np.random.Generator:
+        # The epoch is a part of the key, so no epoch depends on an earlier one.
+        key = np.array([self.seed, epoch], np.uint64)
+        bits = np.random.Philox(key=key, counter=np.array(counter, np.uint64))
+        return np.random.Generator(bits)
 
     def batch(self, epoch: int, index: int) -> PyTree:
         """Returns one batch, leaves `[B, ...]`; the last one may be smaller."""
@@ -245,9 +233,7 @@ class ArrayLoader(SeekableLoader):
         if self.transform is None:
             return batch
         # The counter begins far beyond what the order of the epoch draws with the same key.
-        counter = np.array([0, 0, index, 1], np.uint64)
-        generator = np.random.Philox(key=np.array([self.seed, epoch], np.uint64), counter=counter)
-        batch = self.transform(batch, np.random.Generator(generator))
+        batch = self.transform(batch, self._generator(epoch, (0, 0, index, 1)))
         batch = host_batch(batch, f"batch {index} of epoch {epoch}, from the transform")
         require_integers_fit(batch, "data")
         return batch
@@ -255,13 +241,11 @@ class ArrayLoader(SeekableLoader):
     def chunk(self, epoch: int, start: int, k: int) -> PyTree:
         """Returns the K full batches from number `start` on, stacked: leaves `[K, B, ...]`."""
         if not (start >= 0 and k >= 1 and start + k <= self.full_batches):
-            raise IndexError(
-                f"chunk: expected batches within 0 to {self.full_batches - 1} (the full ones), "
-                f"got {start} to {start + k - 1}"
-            )
+            last = self.full_batches - 1
+            raise IndexError(f"chunk: expected full batches, 0 to {last}, got {k} from {start}")
         if not self.knows_shapes:
             batches = (self.batch(epoch, index) for index in range(start, start + k))
-            return stack_batches(batches, k)[0]
+            return _stack.stack_batches(batches, k)[0]
         size = self.batch_size
         # One gather for all K batches, which are adjacent in the epoch's order.
         rows = self._take(epoch, start * size, (start + k) * size)
@@ -292,9 +276,9 @@ class ArrayLoader(SeekableLoader):
             return _gather(self.data, _tree.put_if_guarded(rows.astype(np.int32)))
         # Always a copy, even of adjacent rows: the user may change `data` while a device reads.
         if rows is None:
-            examples = jax.tree.map(lambda x: _buffer.copy(x[start:stop]), self.data)
+            examples = jax.tree.map(lambda x: _stack.copy_aligned(x[start:stop]), self.data)
         else:
-            examples = jax.tree.map(lambda x: _buffer.take(x, rows), self.data)
+            examples = jax.tree.map(lambda x: _stack.take_aligned(x, rows), self.data)
         if self._checks_chunks:
             require_integers_fit(examples, "data")
         return examples
@@ -309,161 +293,20 @@ def _gather(data: PyTree, rows: jax.Array) -> PyTree:
     return jax.tree.map(lambda x: x[rows], data)
 
 
-def _require_transform(transform: Any, placement: str) -> None:
-    """Raises an error unless a transform is None, or a function that can be applied."""
-    if transform is None:
-        return
-    if not callable(transform) or not accepts(transform, 2):
-        got = describe_signature(transform) if callable(transform) else _repr.brief(transform)
-        raise TypeError(
-            f"transform: expected a function transform(batch, rng) -> batch, got {got}. Ignore "
-            "the generator if nothing is random: lambda batch, rng: f(batch)."
-        )
-    advice = "A transform gets NumPy arrays; transform batches on the device in the step."
-    require(placement == "host", "placement", "'host' with a transform", placement, advice)
-
-
 def _common_length(data: PyTree) -> int:
     """Returns the number of examples.
 
     Raises:
       ValueError: There are none, or leaves have different lengths.
     """
-    lengths = set()
-    lines = []
-    for path, x in _tree.leaves_with_path(data):
-        lengths.add(x.shape[0] if x.ndim else None)
-        lines.append(f"{path}: {x.shape[0]} examples" if x.ndim else f"{path}: a scalar")
+    lengths = {x.shape[:1] for x in jax.tree.leaves(data)}
     require(lengths, "data", "a pytree of arrays, with at least one leaf", data)
-    if len(lengths) > 1 or None in lengths:
-        require_no_problems(
-            "data",
-            lines,
-            "leaves of one length, the number of examples",
-            "For several inputs pass a tuple or dict of arrays, not a list of examples.",
+    if len(lengths) > 1 or () in lengths:
+        raise ValueError(
+            "data: expected leaves of one length, the number of examples, got\n"
+            f"{_tree.format_leaves(data)}\nFor several inputs pass a tuple or dict of arrays, not "
+            "a list of examples."
         )
-    (length,) = lengths
-    if not length:
-        raise ValueError("data: expected at least one example, got none (every leaf has length 0)")
+    ((length,),) = lengths
+    require(length, "data", "at least one example", data)
     return int(length)
-
-
-class LoaderBatches(Batches):
-    """Batches of a loader that can seek; full batches are gathered K at a time.
-
-    Args:
-      loader: The loader.
-      name: The argument that it was passed as, for errors.
-    """
-
-    can_seek = True
-
-    def __init__(self, loader: SeekableLoader, name: str = "data") -> None:
-        self.data: SeekableLoader = loader
-        self.name = name
-        self.steps: int = len(loader)
-        self._epoch = self._next = 0
-        self._steps_before = 0
-        # Cached, since every `peek` needs them. It also makes all full batches of a run the same
-        # object, by which `Plan` recognizes them.
-        self._shapes = functools.cache(loader.shapes)
-        # The rest of the epoch, for a loader whose batches have to be made to know their shapes.
-        self._rest: Lookahead[PyTree] | None = None
-        self._summary: Summary | None = None
-        self._example_axis = 0
-
-    @property
-    def full_steps(self) -> int:
-        """Batches of full size in an epoch."""
-        return min(self.data.full_batches, self.steps)
-
-    def begin(self, epoch: int, batch: int = 0) -> None:
-        """Begins an epoch at one of its batches."""
-        position = epoch + self.epochs_before, batch
-        # A batch that `first` has made is not made again.
-        is_same = position == (self._epoch, self._next)
-        if is_same and self._rest is not None and self._rest.has_next:
-            return
-        self._epoch, self._next = position
-        if not self.data.knows_shapes:
-            batches = enumerate(self.data.epoch(*position), batch)
-            label = f"of epoch {position[0]} of {self.name}"
-            self._rest = Lookahead(host_batch(x, f"batch {i} {label}") for i, x in batches)
-
-    def peek(self) -> PyTree | None:
-        """Returns the next batch, or its shapes if `take` is to make it."""
-        if self._next >= self.steps:
-            return None
-        return self._shapes(self._examples()) if self._rest is None else self._rest.peek()
-
-    def take(self, k: int, limit: int) -> Chunk:
-        """Makes the next batches."""
-        loader, start, examples = self.data, self._next, self._examples()
-        # A smaller last batch has a chunk to itself.
-        # `__len__` may be a subclass's.
-        steps = max(1, min(limit, min(loader.full_batches, self.steps) - start))
-        if self._rest is not None:
-            # A transform may drop examples, or add some.
-            count = example_count(self._rest.peek(), self._example_axis)
-            examples = examples if count is None else count
-            batches, steps = stack_batches(self._rest.take(steps), k)
-        elif start < loader.full_batches:
-            batches = pad_chunk(loader.chunk(self._epoch, start, steps), k)
-        else:
-            batches = pad_chunk(
-                jax.tree.map(lambda x: x[None], loader.batch(self._epoch, start)), k
-            )
-        self._next += steps
-        return Chunk(batches, k, steps, examples)
-
-    def find_examples_along(self, axis: int) -> None:
-        """Sets the axis of a batch's leaves that its examples lie along."""
-        self._example_axis = axis
-
-    def full_batch(self) -> PyTree | None:
-        """Returns the shapes of a batch of full size; None if only a batch can tell."""
-        return self._shapes(self.data.batch_size) if self.data.knows_shapes else None
-
-    def known_shapes(self) -> list[PyTree]:
-        """Returns the shapes of a full batch, and of a smaller last one."""
-        if not self.data.knows_shapes:
-            return []
-        has_smaller = len(self.data) > self.data.full_batches
-        return [self.full_batch(), *([self._shapes(self.data.remainder)] * has_smaller)]
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Returns the fingerprint of the loader."""
-        return dict(self.data.fingerprint())
-
-    def track(self) -> None:
-        """Takes a few numbers of the data, which a resumed run compares."""
-        self._summary = self.data.summary()
-
-    def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
-        """Returns the number of steps before those of this run, and a few numbers of the data."""
-        # The loader itself has no state.
-        return {"steps_before": self._steps_before, "data": self._summary}
-
-    def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
-        """Restores the number of earlier steps, whatever the state of this run has counted."""
-        self._steps_before = state["steps_before"]
-        if state["data"] is None or self._summary is None:
-            return []
-        return differences(state["data"], self._summary, "the data")
-
-    def continue_after(self, steps: int) -> None:
-        """Continues with the orders that follow a number of earlier steps.
-
-        After a part of an epoch, the next epoch begins with a new order.
-        """
-        self._steps_before = steps
-
-    @property
-    def epochs_before(self) -> int:
-        """The number of the loader's epochs before the first one of this run."""
-        # Rounded up.
-        return -(-self._steps_before // self.steps)
-
-    def _examples(self) -> int:
-        is_full = self._next < self.data.full_batches
-        return self.data.batch_size if is_full else self.data.remainder

@@ -10,9 +10,9 @@ import numpy as np
 from functrain.common import _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
-from functrain.data import _buffer
 from functrain.data._loader import ArrayLoader, SeekableLoader
 from functrain.data._same_data import Summary
+from functrain.data._stack import empty_aligned
 
 
 class Loader(SeekableLoader):
@@ -97,7 +97,7 @@ def _stack_parts(parts: list[PyTree], axis: int) -> PyTree:
             return jnp.stack(xs, axis)
         # jax on CPU takes over aligned memory without copying it; NumPy's own may be unaligned.
         shape = xs[0].shape
-        out = _buffer.empty((*shape[:axis], len(xs), *shape[axis:]), xs[0].dtype)
+        out = empty_aligned((*shape[:axis], len(xs), *shape[axis:]), xs[0].dtype)
         return np.stack(xs, axis, out=out)
 
     return jax.tree.map(stack, *parts)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.data import _buffer
+from functrain.data import _stack
 from functrain.data._adapt import as_batches
 from functrain.data._stack import pad_array
 from functrain.engine._chunks import chunks
@@ -14,17 +14,17 @@ from functrain.engine._plan import Plan
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, jnp.bfloat16, np.bool_])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5, 2)])
 def test_memory_is_aligned_and_of_the_type_asked_for(shape, dtype) -> None:
-    x = _buffer.empty(shape, dtype)
+    x = _stack.empty_aligned(shape, dtype)
     assert (x.shape, x.dtype) == (shape, np.dtype(dtype))
-    assert x.ctypes.data % _buffer.ALIGNMENT == 0
+    assert x.ctypes.data % _stack.ALIGNMENT == 0
     assert x.flags.c_contiguous
 
 
 def test_copies_gathers_and_stacks_are_what_numpy_makes() -> None:
     x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
     rows = np.array([4, 0, 4])
-    np.testing.assert_array_equal(_buffer.copy(x[1:5:2]), x[1:5:2])
-    np.testing.assert_array_equal(_buffer.take(x, rows), x[rows])
+    np.testing.assert_array_equal(_stack.copy_aligned(x[1:5:2]), x[1:5:2])
+    np.testing.assert_array_equal(_stack.take_aligned(x, rows), x[rows])
     np.testing.assert_array_equal(pad_array(x[:3], 5), [*x[:3], *np.zeros_like(x[:2])])
     assert pad_array(x, len(x)) is x
 

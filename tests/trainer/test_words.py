@@ -32,8 +32,8 @@ def test_a_keras_model_is_sent_to_the_bridge() -> None:
     ("args", "words"),
     [
         ((STATE, STEP, (X, Y)), r"data: expected an ArrayLoader .* got tuple\. For arrays"),
-        ((STATE, STEP, [[1.0, 2.0], [3.0, 4.0]]), "data: batch 0: .*list of 2 numbers, 1.0, 2.0"),
-        ((STATE, STEP, iter([(X.tolist(), Y)])), "data: batch 0: .*list of 3 numbers"),
+        ((STATE, STEP, [[1.0, 2.0], [3.0, 4.0]]), "data: batch 0: .*list of 2 floats"),
+        ((STATE, STEP, iter([(X.tolist(), Y)])), "data: batch 0: .*list of 3 floats"),
         ((STATE, STEP, list(range(10**6))), "data: expected a list of batches, got one of ints"),
         ((MODULE, STEP, LOADER), r"state: .* got the module Dense.*functrain\.from_linen"),
         ((MODEL, STEP, LOADER), r"state: .* got a functrain\.Model"),
