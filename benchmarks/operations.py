@@ -15,7 +15,7 @@ import functrain as ft
 from functrain.common._platform import current_platform
 from functrain.rewrites._equations import is_entered, walk_equations
 from functrain.rewrites._optimize import rules_for
-from functrain.rewrites._rewrite import select_rewrite, usable_rewrites
+from functrain.rewrites._rewrite import select_rewrite
 
 # XLA fuses these primitives into their neighbours, so they add little or no time.
 FUSED = set(
@@ -63,7 +63,7 @@ def operations(step: ft.Step[Any], state: Any, batch: Any, rewrites: Any) -> lis
     """Returns the operations of a step, except those that are fused or small."""
     mode = ft.rewrites.resolve_mode(rewrites)
     closed = jax.make_jaxpr(step)(state, batch)
-    rules = [] if mode == "off" else usable_rewrites(closed, rules_for(current_platform()))
+    rules = [] if mode == "off" else rules_for(current_platform())
     counts: collections.Counter[str] = collections.Counter()
     examples = {}
     for eqn, jaxpr, times in walk_equations(closed):

@@ -1,7 +1,7 @@
 """Measures what each rewrite for CPUs gains, and how good the choice among them is.
 
 python -m benchmarks.rewrites leave-one-out                  # some 30 minutes on two idle cores
-python -m benchmarks.rewrites leave-one-out --workloads dcgan,members
+python -m benchmarks.rewrites leave-one-out --workloads dcgan,volume
 python -m benchmarks.rewrites regret --layers 140            # 15 minutes or more
 python -m benchmarks.rewrites regret --layers 140 --first 1000 --update
 
@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-import optax
 from jax import lax
 from jax.extend import core
 from keras import layers
@@ -57,11 +56,7 @@ ROUNDS = 15
 # Seconds of one measurement, in which a program runs several steps.
 SECONDS = 0.08
 # Rules that are one rewrite in several parts.
-PARTS = {
-    "max_pool_apart": "max_pool",
-    "max_pool_gradient_apart": "max_pool_gradient",
-    "argmin": "argmax",
-}
+PARTS = {"argmin": "argmax"}
 
 
 def volume() -> keras.Model:
@@ -81,44 +76,13 @@ def grouped() -> keras.Model:
     return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
 
 
-def members() -> tuple[Any, Any, Any]:
-    """Returns the step of eight MLPs that share a batch, with their states and the batch."""
-    rng, optimizer = np.random.default_rng(0), optax.adam(1e-3)
-    shapes = [(8, 784, 256), (8, 256, 10)]
-    params = [
-        jnp.asarray(rng.normal(size=shape) / shape[1] ** 0.5, jnp.float32) for shape in shapes
-    ]
-
-    def step(state: Any, batch: Any) -> Any:
-        params, opt_state = state
-        x, y = batch
-
-        def loss_fn(params: Any) -> jax.Array:
-            logits = jax.nn.relu(x @ params[0]) @ params[1]
-            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean()
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        return (optax.apply_updates(params, updates), opt_state), {"loss": loss}
-
-    batch = (
-        jnp.asarray(rng.normal(size=(32, 784)), jnp.float32),
-        jnp.asarray(rng.integers(10, size=32)),
-    )
-    return jax.vmap(step, in_axes=(0, None)), (params, jax.vmap(optimizer.init)(params)), batch
-
-
 SMALL_WORKLOADS = (
     Workload("volume", 8, 8, volume, noise(16, 16, 16, 4)),
     Workload("grouped", 16, 8, grouped, noise(32, 32, 3)),
     Workload("thousand-classes", 256, 8, mlp(64, 128, 1000), noise(64, classes=1000)),
 )
 EXAMPLES: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
-    **{
-        each.name: functools.partial(example, each)
-        for each in (*SMALL_WORKLOADS, *WORKLOADS.values())
-    },
-    "members": members,
+    each.name: functools.partial(example, each) for each in (*SMALL_WORKLOADS, *WORKLOADS.values())
 }
 
 

@@ -4,7 +4,6 @@ Files:
   _driver: passes a carry through programs
   _programs: compiled programs, cached for as long as their step lives
   _loop: repeats a body over stacked batches, inside a program
-  _scalar_rows: the same with scalars in the rows of one array, for GPUs
   _fuse: the same for users, as a function of a state and a chunk
   _chunks: groups batches into chunks, which end where a trigger is due
   _plan: chooses the number of steps in a program

@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from functrain.common import _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
-from functrain.engine._scalar_rows import scan_with_scalar_rows
 
 Body = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
 
@@ -25,7 +24,6 @@ def repeat(
     n: jax.Array | None,
     unroll: int = 1,
     *,
-    scalar_rows: bool = False,
     unfused: bool = False,
 ) -> tuple[PyTree, PyTree]:
     """Applies ``body(carry, x) -> (carry, y)`` to the first n of K stacked inputs, in turn.
@@ -43,8 +41,6 @@ def repeat(
       n: i32[], 0 to K. None applies the body to all K inputs by `lax.scan`, for devices on which
         loops of unknown length are slow.
       unroll: Passed to `lax.scan`; used only if n is None.
-      scalar_rows: Keep the scalars of the carry and of y in the rows of one array, which saves
-        kernels on GPUs; used only if n is None.
       unfused: Keep the compiler from fusing the body with the loop's index into `stacked`, so that
         it computes the bits that it has outside of a loop; used only if n is given.
 
@@ -67,8 +63,6 @@ def repeat(
         carry, y = run_weak(carry, x)
         return strong(carry), y
 
-    if n is None and scalar_rows and k > 1:
-        return scan_with_scalar_rows(run, carry, stacked, outputs, k, unroll)
     if n is None:
         result: tuple[PyTree, PyTree] = lax.scan(run, carry, stacked, length=k, unroll=unroll)
         return result

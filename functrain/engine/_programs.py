@@ -100,9 +100,6 @@ def prefers_static_length(platform: str) -> bool:
 
 
 def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Program:
-    # Over several devices the rows would need a sharding.
-    scalar_rows = loop.platform == "gpu" and loop.pins is None
-
     def run(
         carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
     ) -> tuple[PyTree, PyTree, jax.Array | None]:
@@ -123,7 +120,6 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
                 loop.k,
                 steps,
                 loop.unroll,
-                scalar_rows=scalar_rows,
                 unfused=loop.rewrites == "exact",
             )
 

@@ -17,7 +17,7 @@ from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batch import require_batch
 from functrain.engine._guards import tracing_guards
-from functrain.rewrites._scans import split_inputs
+from functrain.rewrites._equations import split_inputs
 from functrain.step._check import check_step
 
 

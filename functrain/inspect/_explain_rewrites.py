@@ -24,7 +24,7 @@ from functrain.rewrites._equations import (
 )
 from functrain.rewrites._optimize import Mode, Untraceable
 from functrain.rewrites._pass import inline_calls
-from functrain.rewrites._rewrite import select_rewrite, usable_rewrites
+from functrain.rewrites._rewrite import select_rewrite
 from functrain.rewrites._rounding import find_inexact
 
 _WIDTH = 80  # columns of a terminal
@@ -168,8 +168,8 @@ def explain_rewrites(
     note = "\n".join(map("A rewrite failed and is not used: {}".format, failures))
     failed = [getattr(failure, "rewrite", None) for failure in failures]
     # A failure that is not due to a certain rewrite turns off all of them.
-    usable = usable_rewrites(closed, _optimize.rules_for(platform))
-    rules = [] if None in failed else [rule for rule in usable if rule not in failed]
+    usable = [] if None in failed else _optimize.rules_for(platform)
+    rules = [rule for rule in usable if rule not in failed]
     jaxprs_apart = {
         id(jaxpr)
         for eqn, *_ in walk_equations(closed)

@@ -68,6 +68,24 @@ def walk_equations(
                 yield from walk_equations(inner, inner_executions)
 
 
+def split_inputs(
+    inputs: Sequence[Any], scan: core.JaxprEqn
+) -> tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]]:
+    """Returns the constants, carries and stacked arrays of a scan, by the variables of its body."""
+    # The parameters that hold these counts have different names in different versions of jax, so
+    # they are counted: a stacked array has one more axis outside of the body than inside.
+    body = open_jaxpr(scan.params["jaxpr"])
+    num_carry = len(scan.outvars) - _count_stacked(scan.outvars, body.outvars)
+    xs_start = len(inputs) - _count_stacked(scan.invars, body.invars)
+    carry_start = xs_start - num_carry
+    pairs = list(zip(body.invars, inputs, strict=True))
+    return dict(pairs[:carry_start]), dict(pairs[carry_start:xs_start]), dict(pairs[xs_start:])
+
+
+def _count_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
+    return sum(ndim(a) != ndim(b) for a, b in zip(outer, inner, strict=True))
+
+
 def describe_types(eqn: core.JaxprEqn) -> str:
     """Returns an equation's types, such as ``float32[8] -> float32[]``."""
     return f"{_join_types(eqn.invars)} -> {_join_types(eqn.outvars)}"

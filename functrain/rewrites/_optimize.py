@@ -14,31 +14,21 @@ from functrain.common._platform import current_platform
 from functrain.common._warnings import warn
 from functrain.rewrites._pass import inline_calls, retype, rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite, RewriteError
-from functrain.rewrites.argmax import argmax, argmin, short_argmax
-from functrain.rewrites.attention_gradient import attention_gradient
+from functrain.rewrites.argmax import argmax, argmin
 from functrain.rewrites.batch_groups import batch_groups
-from functrain.rewrites.batched_over_time import batched_over_time
 from functrain.rewrites.broadcast_first import broadcast_first
 from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
-from functrain.rewrites.few_features import few_features
 from functrain.rewrites.grouped_conv import grouped_conv
-from functrain.rewrites.label_pick import label_pick, label_pick_gradient
-from functrain.rewrites.max_pool import max_pool, max_pool_apart
-from functrain.rewrites.max_pool_gradient import (
-    max_pool_gradient,
-    max_pool_gradient_apart,
-)
+from functrain.rewrites.label_pick import label_pick
+from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
 from functrain.rewrites.relu_mask import relu_mask
-from functrain.rewrites.shared_batch import shared_batch
-from functrain.rewrites.small_depthwise import small_depthwise
-from functrain.rewrites.summed_after import summed_after, summed_after_gpu, summed_after_tpu
 from functrain.rewrites.swapped_conv import swapped_conv
-from functrain.rewrites.unrolled_scan import unrolled_scan, unrolled_scan_gpu
+from functrain.rewrites.unrolled_scan import unrolled_scan
 from functrain.rewrites.volume_conv import volume_conv
 
 Mode: TypeAlias = Literal["auto", "exact", "off"]
@@ -49,37 +39,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 # leave.
 # volume_conv is behind patch_conv, which would otherwise see the 2-D convolutions that volume_conv
 # returns for the gradient of weights, and take them for layers.
-# The rules for the scans of accelerators come first, so that the others see the bodies; a GPU's
-# sums are taken out of a scan before it is unrolled, a TPU's only if it is not.
+# unrolled_scan comes first, so that the others see the bodies of the scans.
 REWRITES: tuple[Rewrite, ...] = (
-    summed_after_gpu,
     unrolled_scan,
-    unrolled_scan_gpu,
-    summed_after_tpu,
-    batched_over_time,
     dense_gradient,
-    shared_batch,
-    attention_gradient,
-    summed_after,
-    small_depthwise,
     depthwise_conv,
     dot_conv,
     grouped_conv,
     swapped_conv,
-    few_features,
     patch_conv,
     volume_conv,
     batch_groups,
     canonical_conv,
-    max_pool,
-    max_pool_apart,
     max_pool_gradient,
-    max_pool_gradient_apart,
     argmax,
     argmin,
-    short_argmax,
     label_pick,
-    label_pick_gradient,
     bias_before_pooling,
     relu_before_pooling,
     relu_mask,

@@ -16,7 +16,6 @@ from functrain.rewrites._rewrite import (
     Rewrite,
     rewrite_scope,
     select_rewrite,
-    usable_rewrites,
 )
 from functrain.rewrites._rounding import find_inexact, is_float32_conversion
 
@@ -65,7 +64,7 @@ def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact_only: bool = Fa
       >>> rewrite_jaxpr(jax.make_jaxpr(lambda x: lax.exp(lax.sin(x)))(1.0), [rule])
       { lambda ; a:f32[]. let b:f32[] = add a a; c:f32[] = exp b in (c,) }
     """
-    return _Pass(usable_rewrites(jaxpr, rewrites), exact_only).rewrite(jaxpr)
+    return _Pass(rewrites, exact_only).rewrite(jaxpr)
 
 
 def inline_calls(jaxpr: Any) -> Any:

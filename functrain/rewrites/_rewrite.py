@@ -8,7 +8,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from functrain.rewrites._equations import describe_location, describe_types, walk_equations
+from functrain.rewrites._equations import describe_location, describe_types
 
 
 class Rewrite(NamedTuple):
@@ -23,13 +23,11 @@ class Rewrite(NamedTuple):
       reason: Why the replacement is faster, in a few words for `explain_rewrites`.
       is_exact: ``(eqn) -> bool``. Returns True if the replacement of this equation has the same
         bits when both run under `jax.jit`. By default no replacement is exact.
-      required_primitive: A primitive that the function must contain too, such as that of the
-        gradient, if the rewrite is slower without it.
       replace_in_context: ``(eqn, jaxpr) -> Replacement or None``. Used in place of `replace`, by
         rules that need other variables than the inputs of the equation. None if the rule does not
         apply. The equation's outputs are variables of the jaxpr; its inputs may be variables that
         replace those of the jaxpr.
-      platforms: The platforms that it is for: "cpu", "gpu", "tpu".
+      platforms: The platforms that it is for: "cpu", "tpu".
     """
 
     name: str
@@ -38,7 +36,6 @@ class Rewrite(NamedTuple):
     replace: Callable[..., Any] | None = None
     reason: str = ""
     is_exact: Callable[[core.JaxprEqn], bool] = lambda eqn: False
-    required_primitive: core.Primitive | None = None
     replace_in_context: Callable[[core.JaxprEqn, core.Jaxpr], "Replacement | None"] | None = None
     platforms: tuple[str, ...] = ("cpu",)
 
@@ -99,12 +96,6 @@ def select_rewrite(
             if replacement := rewrite.replace_in_context(eqn, jaxpr):
                 return rewrite, replacement
     return None
-
-
-def usable_rewrites(jaxpr: Any, rewrites: Sequence[Rewrite]) -> list[Rewrite]:
-    """Returns the rewrites whose required primitive, if they have one, occurs in the jaxpr."""
-    present = {eqn.primitive for eqn, *_ in walk_equations(jaxpr)}
-    return [rewrite for rewrite in rewrites if rewrite.required_primitive in (None, *present)]
 
 
 @contextlib.contextmanager

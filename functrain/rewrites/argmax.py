@@ -53,21 +53,10 @@ MAX_LENGTH = 2**24
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    return _takes_floats(eqn) and MIN_LENGTH <= _length(eqn) <= MAX_LENGTH
-
-
-def _applies_if_short(eqn: core.JaxprEqn) -> bool:
-    return _takes_floats(eqn) and 0 < _length(eqn) < MIN_LENGTH
-
-
-def _takes_floats(eqn: core.JaxprEqn) -> bool:
-    return are_floats(avals(eqn)[0]) and not any(map(is_sharded, avals(eqn)))
-
-
-def _length(eqn: core.JaxprEqn) -> int:
-    (axis,) = eqn.params["axes"]
-    length: int = avals(eqn)[0].shape[axis]
-    return length
+    x, (axis,) = avals(eqn)[0], eqn.params["axes"]
+    if not are_floats(x) or any(map(is_sharded, avals(eqn))):
+        return False
+    return MIN_LENGTH <= x.shape[axis] <= MAX_LENGTH
 
 
 def _replace(x: jax.Array, *, extremum: str, axes: tuple[int], index_dtype: jnp.dtype) -> jax.Array:
@@ -93,15 +82,4 @@ argmin = argmax._replace(
     primitive=primitives.argmin_p,
     replace=functools.partial(_replace, extremum="min"),
     reason="the minimum, then its first index, are faster than both at once",
-)
-# For GPUs. The loss needs the maximum too, and reductions of short axes are fused with what reads
-# them; those of long axes would take a kernel each. Kernels of a step of mnist-mlp (H100, jax
-# 0.10.1, estimates of the compiler): 25.2 -> 24.2.
-short_argmax = argmax._replace(
-    name="short_argmax",
-    applies=_applies_if_short,
-    reason="the maximum is shared with the loss, and its first index is fused with what reads it",
-    # The two passes may be in two kernels, each of which computes the operand.
-    is_exact=lambda eqn: False,
-    platforms=("gpu",),
 )

@@ -28,8 +28,9 @@ machine:
     2 8 4 3 2       0.13/0.05 -> 0.19/0.05 -> 0.12/0.03
 
 Ties go to the first number, as in XLA. A NaN wins over the numbers before it and loses to those
-after it. If windows do not overlap, nothing is summed and the rewrite alone keeps every bit. But
-XLA fuses it with the operations around it, which may then round differently.
+after it, and its own gradient is NaN. If windows do not overlap, nothing is summed and the rewrite
+alone keeps every bit. But XLA fuses it with the operations around it, which may then round
+differently.
 """
 
 import functools
@@ -67,15 +68,15 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     )
 
 
-def _are_windows_tiles(params: dict[str, Any]) -> bool:
-    return bool(params["window_dimensions"] == params["window_strides"])
-
-
 def _replace(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    if _are_windows_tiles(params):
-        return _scatter_to_tiles(source, operand, **params)
-    # Unfused: see the second table.
-    return call_unfused(functools.partial(_sum_taps, **params), source, operand)
+    if params["window_dimensions"] == params["window_strides"]:
+        gradient = _scatter_to_tiles(source, operand, **params)
+    else:
+        # Unfused: see the second table.
+        gradient = call_unfused(functools.partial(_sum_taps, **params), source, operand)
+    # Where XLA vectorizes max pooling on CPU, it drops a NaN (jax 0.10 to 0.12). The gradient keeps
+    # it, so that a step with a NaN can be recognized.
+    return jnp.where(jnp.isnan(operand), operand, gradient)
 
 
 def _scatter_to_tiles(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
@@ -155,14 +156,4 @@ max_pool_gradient = Rewrite(
     applies=_applies,
     replace=_replace,
     reason="comparing in place beats visiting the windows one by one",
-)
-# For GPUs, which run four kernels for a gradient: the winners' indices, zeros, a copy of them, and
-# the sum by index. Compared in place, it is fused with the gradient of ReLU. Kernels of a step of
-# mnist-convnet (H100, jax 0.10.1, estimates of the compiler): 33.6 -> 27.6. Windows that overlap
-# are left: each number would be compared with the winners of several.
-max_pool_gradient_apart = max_pool_gradient._replace(
-    name="max_pool_gradient_apart",
-    applies=lambda eqn: _applies(eqn) and _are_windows_tiles(eqn.params),
-    reason="comparing in place takes fewer kernels than adding by index",
-    platforms=("gpu",),
 )

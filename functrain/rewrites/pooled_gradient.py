@@ -125,9 +125,6 @@ relu_before_pooling = Rewrite(
     applies=_selects,
     replace_in_context=_mask_windows,
     reason="one comparison for each window instead of each number in it",
-    # On a GPU, `max_pool_gradient_apart` is fused with the comparison of each number. Without one
-    # it may end in a padding, which XLA makes part of the convolution: 31.6 in place of 27.6
-    # kernels for mnist-convnet.
     platforms=("tpu",),
 )
 bias_before_pooling = Rewrite(
@@ -136,5 +133,5 @@ bias_before_pooling = Rewrite(
     applies=_sums_positions,
     replace_in_context=_sum_windows,
     reason="a window has one gradient, and several numbers to which it may go",
-    platforms=("gpu", "tpu"),
+    platforms=("tpu",),
 )

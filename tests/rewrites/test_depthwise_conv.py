@@ -13,7 +13,6 @@ from functrain.rewrites import optimize
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.depthwise_conv import MAX_CHANNELS, MAX_TAPS, depthwise_conv
 from functrain.rewrites.grouped_conv import grouped_conv
-from functrain.rewrites.small_depthwise import small_depthwise
 
 from . import cases
 from .cases import all_three, kinds, normal
@@ -39,48 +38,6 @@ def test_many_taps_are_taken_in_bands(window: tuple[int, ...], strides: tuple[in
     cases.check_chunks(conv, x, w)
 
 
-@cases.drawn(5)
-@given(
-    cases.convolutions(
-        sides=(-1, 3), groups=(2, 4), ranks=(1, 2, 2), apart=(1, 1), sizes=(1, 3), windows=(4, 7),
-        pads=(3, 4),
-    )
-)  # fmt: skip
-def test_small_images_are_as_accurate_as_they_were(case: Any) -> None:
-    conv, args = case
-    assert any(cases.takes(small_depthwise, all_three(conv), *args))
-    cases.check_accuracy(all_three(conv), args, small_depthwise)
-
-
-@pytest.mark.parametrize(
-    ("size", "taps", "stride", "became"),
-    [
-        (4, 7, 1, [True, True, True]),
-        (4, 5, 2, [True, False, True]),  # with strides, not for the weights
-        (5, 7, 1, [False, True, False]),  # for the weights alone
-        (4, 3, 1, [False, False, False]),
-    ],
-)
-def test_small_images_are_summed_over(
-    size: int, taps: int, stride: int, became: list[bool]
-) -> None:
-    """The result, the gradient of the weights, that of the image."""
-    conv, x, w = cases.layer(
-        (3, size, size, 4), (taps, taps, 1, 4), feature_group_count=4, window_strides=(stride,) * 2
-    )
-    args = x, w, conv(x, w)
-    assert cases.takes(small_depthwise, all_three(conv), *args) == became
-    if any(became):
-        cases.check_accuracy(all_three(conv), args, small_depthwise)
-        cases.check_chunks(conv, x, w)
-
-
-def test_sums_over_thousands_of_small_images_keep_their_digits() -> None:
-    conv, x, w = cases.layer((3000, 2, 2, 4), (3, 3, 1, 4), feature_group_count=4)
-    x = jnp.abs(x)
-    cases.check_accuracy(all_three(conv), (x, w, jnp.abs(conv(x, w))), small_depthwise)
-
-
 @cases.drawn(4)
 @given(cases.convolutions(sides=(3, 3), groups=(2, 4)))
 def test_grouped_is_as_accurate_as_it_was(case: Any) -> None:
@@ -93,11 +50,6 @@ def layer(groups: int, channels: int, features: int, taps: int = 3) -> Any:
     return cases.layer(image, kernel, feature_group_count=groups)
 
 
-def small() -> Any:
-    """Some places do not see some pixels."""
-    return cases.layer((4, 3, 4, 6), (5, 5, 1, 6), feature_group_count=6)
-
-
 SHAPES = {"depthwise": (6, 6, 6), "two a channel": (6, 6, 12), "grouped": (3, 12, 6)}
 
 
@@ -108,9 +60,9 @@ def test_a_scan_of_steps_does_not_depend_on_its_length(shape: str) -> None:
     cases.check_chunks(conv, x, w)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, "small"])
+@pytest.mark.parametrize("shape", SHAPES)
 def test_nan_and_inf_pass_through_alike(shape: str) -> None:
-    conv, x, w = layer(*SHAPES[shape]) if shape in SHAPES else small()
+    conv, x, w = layer(*SHAPES[shape])
     x = x.at[0, -1, 1, 1].set(jnp.nan).at[1, 1, 2, 4].set(jnp.inf).at[2, 0, 0, 0].set(-jnp.inf)
     fn, g = all_three(conv), jnp.ones(jax.eval_shape(conv, x, w).shape)
     for got, want in zip(jax.jit(optimize(fn))(x, w, g), jax.jit(fn)(x, w, g), strict=True):
@@ -146,12 +98,11 @@ def test_what_is_no_float_or_empty_is_left_alone() -> None:
         assert rewrite_jaxpr(closed, [depthwise_conv, grouped_conv]) is closed
 
 
-@pytest.mark.parametrize("rule", [small_depthwise, depthwise_conv])
-def test_doubles_that_cannot_be_made_here_are_left_alone(rule: Any) -> None:
-    size = 4 if rule is small_depthwise else 8
-    conv, x, w = cases.layer((2, size, size, 4), (5, 5, 1, 4), feature_group_count=4)
+def test_doubles_that_cannot_be_made_here_are_left_alone() -> None:
+    rule = depthwise_conv
+    conv, x, w = cases.layer((2, 8, 8, 4), (5, 5, 1, 4), feature_group_count=4)
     wider, x_, w_ = cases.layer(
-        (2, size, size, 4),
+        (2, 8, 8, 4),
         (5, 5, 1, 4),
         feature_group_count=4,
         preferred_element_type=jnp.float64,

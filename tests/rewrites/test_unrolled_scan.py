@@ -1,4 +1,4 @@
-"""Short scans of small bodies without a loop, for TPUs and GPUs."""
+"""Short scans of small bodies without a loop, for TPUs."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from jax import lax
 import functrain.rewrites.unrolled_scan as module
 from functrain.rewrites._equations import walk_equations
 from functrain.rewrites._pass import rewrite_jaxpr
-from functrain.rewrites.unrolled_scan import unrolled_scan, unrolled_scan_gpu
+from functrain.rewrites.unrolled_scan import unrolled_scan
 
 from . import cases, recurrent
 
@@ -31,14 +31,6 @@ def test_it_is_as_accurate_as_it_was(model: str) -> None:
     cases.check_accuracy(recurrent.MODELS[model], recurrent.numbers(), unrolled_scan)
 
 
-def test_a_part_of_a_long_scan_is_as_accurate_as_it_was(monkeypatch: Any) -> None:
-    monkeypatch.setitem(module.MAX_EQUATIONS, "gpu", 100)
-    monkeypatch.setattr(module, "PART", 2)
-    model, args = recurrent.MODELS["masked and reverse"], recurrent.numbers(steps=7)
-    assert factors(unrolled_scan_gpu, model, *args) == [2, 2]
-    cases.check_accuracy(model, args, unrolled_scan_gpu)
-
-
 def test_nan_stays_where_it_is() -> None:
     xs, *weights = recurrent.numbers()
     args = [xs.at[3, 1].set(jnp.nan), *weights]
@@ -50,12 +42,10 @@ def test_nan_stays_where_it_is() -> None:
 
 
 def test_the_length_decides() -> None:
-    longest = {name: limit // 2 for name, limit in module.MAX_EQUATIONS.items()}
+    longest = module.MAX_EQUATIONS // 2
     x = jnp.ones(3)
-    assert factors(unrolled_scan, scan(longest["tpu"]), x, x) == [longest["tpu"]]
-    assert factors(unrolled_scan, scan(longest["tpu"] + 1), x, x) == [1]
-    assert factors(unrolled_scan_gpu, scan(longest["gpu"]), x, x) == [longest["gpu"]]
-    assert factors(unrolled_scan_gpu, scan(longest["gpu"] + 1), x, x) == [module.PART]
+    assert factors(unrolled_scan, scan(longest), x, x) == [longest]
+    assert factors(unrolled_scan, scan(longest + 1), x, x) == [1]
 
 
 def test_the_scans_inside_a_scan_count() -> None:
@@ -92,5 +82,3 @@ def test_other_scans_are_left(kind: str) -> None:
     x = jnp.ones(3)
     assert cases.takes(unrolled_scan, scan(6), x, x) == [True]
     assert not any(cases.takes(unrolled_scan, LEFT[kind], x, x))
-    # Half of the scan of random numbers would do.
-    assert kind == "of random numbers" or not any(cases.takes(unrolled_scan_gpu, LEFT[kind], x, x))
