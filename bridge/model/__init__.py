@@ -9,7 +9,6 @@ Files:
   _scope: running a model as a pure function without damage to its variables
   _pure_layers: layers with supports_jit=False: which JAX can compile, and which draw in Python
   _flax_modules: one interface to linen and nnx modules
-  _plain_data: flax modules, functions and arguments as plain data for Keras files
 """
 
 from bridge.model._from_flax import FlaxLayer as FlaxLayer

@@ -3,29 +3,19 @@
 import functools
 import inspect
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import keras
 
 from bridge.model import _flax_modules
-from bridge.model._plain_data import PlainData
 from bridge.model._scope import name_scopes
 from bridge.model._variables import OVERWRITTEN
-from functrain.internal import PyTree
+from functrain.internal import PyTree, require, require_instance
 from functrain.internal import tree as _tree
-
-_CODEC = PlainData(
-    namespaces=("flax.linen", "flax.linen.initializers", "jax.nn", "jax.numpy", "jax.lax"),
-    advice="Create the layer from a function that creates the module, registered with Keras:\n"
-    "  @keras.saving.register_keras_serializable()\n"
-    "  def make_net():\n"
-    "      return Net(...)\n"
-    "  layer = bridge.from_flax(make_net)\n"
-    "Or save weights only: model.save_weights('x.weights.h5').",
-)
 
 
 def from_flax(
@@ -45,18 +35,17 @@ def from_flax(
     TensorFlow is not needed.
 
     If the module's ``__call__`` takes `training`, `train`, `deterministic` or
-    `use_running_average`, the layer passes it. If the module draws random numbers, the layer holds
-    a `keras.random.SeedGenerator` that serves every stream. Losses that a linen module sows into
+    `use_running_average`, the layer passes it. A `keras.random.SeedGenerator` of the layer serves
+    every random stream of the module. Losses that a linen module sows into
     `losses` are losses of the layer. Freezing the layer freezes its parameters; its statistics are
     still updated when it is called with ``training=True``.
 
     Args:
       module: An instance of `flax.linen.Module` or `flax.nnx.Module`, called as
         ``module(inputs)``, where inputs are one pytree; or a function without arguments that
-        creates one. A model is saved with its layers' settings, which for a linen module are its
-        fields. For nnx modules, and for fields that cannot be written to a file, pass a function
-        registered with `keras.saving.register_keras_serializable`. Weights alone can be saved for
-        every module.
+        creates one. To save a whole model, pass a function that is registered with
+        `keras.saving.register_keras_serializable`: the file has its name. Weights alone can be
+        saved for every module.
       variables: The variables of a linen module, as its `init` returns them. If None, they are
         initialized when the layer is built. An nnx module has its own values, which are copied.
       seed: The seed of the initial values, and of dropout and other random layers. If None, a seed
@@ -70,7 +59,7 @@ def from_flax(
     Raises:
       TypeError: `module` is not an instance of a flax module, or does not create one; or its call
         has required arguments that the layer does not know.
-      ValueError: `variables` are not a dict of collections, or are passed with an nnx module.
+      ValueError: `variables` are passed with an nnx module.
 
     Examples:
       >>> import flax.linen as nn, keras
@@ -128,46 +117,41 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         self.seed = seed
         self.collections: dict[str, FlaxCollection] = {}
         self._flax = _flax_modules.wrap(self.module, variables)
-        self._set_input_specs(None)
+        self._input_specs: PyTree = None
 
     def __call__(self, inputs: PyTree, *args: Any, **kwargs: Any) -> PyTree:
         """Calls the layer, and builds it in the first call."""
         # Keras passes only the shapes of inputs to `build`, but an embedding needs to know that
         # its inputs are integers.
         if not self.built:
-            self._set_input_specs(keras.tree.map_structure(_to_keras_tensor, inputs))
+            specs = keras.tree.map_structure(_to_keras_tensor, inputs)
+            # Not by assignment: Keras tracks attributes and would replace dicts by its containers.
+            self.__dict__["_input_specs"] = specs
         return super().__call__(inputs, *args, **kwargs)
 
     def build(self, input_shape: PyTree) -> None:
         """Creates the weights."""
-        if self._input_specs is None:
+        specs = self._input_specs
+        if specs is None:
             to_tensor = functools.partial(keras.KerasTensor, dtype=self.compute_dtype)
-            self._set_input_specs(keras.tree.map_shape_structure(to_tensor, input_shape))
-        inputs = keras.tree.map_structure(self._to_shape, self._input_specs)
+            specs = keras.tree.map_shape_structure(to_tensor, input_shape)
         # Keras draws the seeds of its own layers in the same way.
         seed = random.randint(1, 10**9) if self.seed is None else self.seed
-        shapes, values = self._flax.first_values(seed, inputs)
-        leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
-        variables = []
-        for i, (path, leaf) in enumerate(leaves):
-            keys = _tree.path_str(path).split("/")
-            variables.append(self._add_variable(keys, leaf, _initializer(values, i)))
+        # Keras may build a layer while something is traced, such as the first batch of a model.
+        with jax.ensure_compile_time_eval():
+            inputs = keras.tree.map_structure(self._to_zeros, specs)
+            values = self._flax.first_values(seed, inputs)
+        leaves, structure = jax.tree_util.tree_flatten_with_path(values)
+        variables = [self._add_variable(_tree.keys(path), leaf) for path, leaf in leaves]
         # Not by assignment: Keras would track the variables a second time.
         self.__dict__["_flax_variables"] = jax.tree.unflatten(structure, variables)
-        # Indexed by `training`.
-        draws = functools.partial(self._flax.draws, shapes, inputs)
-        self._draws = [draws(training=False), draws(training=True)]
-        if any(self._draws):
-            self.seed_generator = keras.random.SeedGenerator(self.seed)
+        self.seed_generator = keras.random.SeedGenerator(self.seed)
 
     def call(self, inputs: PyTree, training: bool | None = None) -> PyTree:
         """Runs the module."""
-        training = bool(training)
-        rng = None
-        if self._draws[training]:
-            rng = jax.random.wrap_key_data(self.seed_generator.next(), impl="threefry2x32")
+        rng = jax.random.wrap_key_data(self.seed_generator.next(), impl="threefry2x32")
         values = self._values()
-        applied = self._flax.apply(values, inputs, rng=rng, training=training)
+        applied = self._flax.apply(values, inputs, rng=rng, training=bool(training))
         for name, collection in applied.model_state.items():
             trees = (self._flax_variables[name], values[name], collection)
             for variable, old, new in zip(*map(jax.tree.leaves, trees), strict=True):
@@ -195,41 +179,47 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         return self._flax.to_flax(self._values())
 
     def get_config(self) -> dict[str, Any]:
-        """Returns the settings of the layer, including those of its module, for a file."""
-        module = _CODEC.encode(self.source, "module")
-        return {**super().get_config(), "module": module, "seed": self.seed}
+        """Returns the settings of the layer, with the name of the function that makes the module.
+
+        Raises:
+          ValueError: The module was not made by a function that is registered with Keras.
+        """
+        name = keras.saving.get_registered_name(self.source) if _is_function(self.source) else None
+        if name is None or keras.saving.get_registered_object(name) is not self.source:
+            raise ValueError(
+                f"layer {self.name!r}: expected a registered function that makes its module. To "
+                "save the whole model, decorate a function that returns the module with "
+                "@keras.saving.register_keras_serializable(), and pass the function to "
+                "bridge.from_flax. Or save weights only, by model.save_weights."
+            )
+        return {**super().get_config(), "module": name, "seed": self.seed}
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "FlaxLayer":
-        """Returns the layer with the settings that `get_config` returned."""
-        return cls(**{**config, "module": _CODEC.decode(config["module"])})
+        """Returns the layer with the settings that `get_config` returned.
 
-    def get_build_config(self) -> dict[str, Any] | None:
-        """Returns the shapes and dtypes of the inputs with which the layer was built, if it was."""
-        # Keras builds a layer that is loaded unless it has no build config.
-        if self._input_specs is None:
-            return None
-        return {"inputs": keras.saving.serialize_keras_object(self._input_specs)}
+        Raises:
+          ValueError: No function of that name is registered with Keras.
+        """
+        name = config["module"]
+        function = keras.saving.get_registered_object(name)
+        advice = f"Import its module before, or pass custom_objects={{{name!r}: ...}}."
+        require(function, "module", "a function that is registered with Keras", name, advice)
+        return cls(**{**config, "module": function})
 
-    def build_from_config(self, config: dict[str, Any]) -> None:
-        """Builds a layer that is loaded from a file."""
-        self._set_input_specs(keras.saving.deserialize_keras_object(config["inputs"]))
-        self.build(keras.tree.map_structure(lambda x: tuple(x.shape), self._input_specs))
+    def get_build_config(self) -> None:
+        """Returns None: a loaded layer is built when it is called, by dtypes of its inputs too."""
 
     def _values(self) -> PyTree:
         return jax.tree.map(lambda variable: variable.value, self._flax_variables)
 
-    def _set_input_specs(self, inputs: PyTree) -> None:
-        # Not by assignment: Keras tracks attributes and would replace dicts by its own containers.
-        self.__dict__["_input_specs"] = inputs
-
-    def _to_shape(self, x: Any) -> jax.ShapeDtypeStruct:
-        """Returns the shape and dtype with which the module is called; unknown sizes become 1."""
+    def _to_zeros(self, x: Any) -> jax.Array:
+        """Returns inputs with which the module is initialized; unknown sizes become 1."""
         dtype = self.compute_dtype if "float" in x.dtype else x.dtype
         shape = [1 if size is None else size for size in x.shape]
-        return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(dtype))
+        return jnp.zeros(shape, jax.dtypes.canonicalize_dtype(dtype))
 
-    def _add_variable(self, path: list[str], leaf: jax.ShapeDtypeStruct, initializer: Any) -> Any:
+    def _add_variable(self, path: tuple[str, ...], value: jax.Array) -> Any:
         """Creates the weight with a path of keys, in nested layers for its levels."""
         *levels, name = path
         collections = self.collections
@@ -240,9 +230,9 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
             collections = node.below
         with name_scopes(levels[:-1]):
             return node.add_weight(
-                shape=leaf.shape,
-                dtype=jnp.dtype(leaf.dtype).name,
-                initializer=initializer,
+                shape=value.shape,
+                dtype=value.dtype.name,
+                initializer=lambda shape, dtype: jnp.array(value, dtype=dtype),
                 trainable=levels[0] in ("params", OVERWRITTEN),
                 # Statistics keep their precision under a mixed precision policy.
                 autocast=levels[0] == "params",
@@ -251,10 +241,8 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
             )
 
 
-def _initializer(values: Callable[[], list[jax.Array]], i: int) -> Any:
-    """Returns a Keras initializer of the i-th value."""
-    # The values are computed when Keras calls it, which may be after the build.
-    return lambda shape, dtype: jnp.array(values()[i], dtype=dtype)
+def _is_function(module: Any) -> bool:
+    return inspect.isroutine(module) or isinstance(module, functools.partial)
 
 
 def _to_module(module: Any) -> Any:
@@ -263,16 +251,13 @@ def _to_module(module: Any) -> Any:
     Raises:
       TypeError: It is not an instance of a flax module.
     """
-    is_function = inspect.isroutine(module) or isinstance(module, functools.partial)
-    instance = module() if is_function else module
-    if not _flax_modules.is_module(instance):
-        is_class = inspect.isclass(instance)
-        got = f"the class {instance.__name__}" if is_class else type(instance).__name__
-        origin = f" from {module}" if is_function else ""
-        raise TypeError(
-            "module: expected an instance of flax.linen.Module or flax.nnx.Module, or a function "
-            f"that creates one, got {got}{origin}. Construct the module first, as in Net(...)."
-        )
+    # Imported here, since `import bridge` must not import flax.nnx (see tests/test_house.py).
+    from flax import nnx
+
+    instance = module() if _is_function(module) else module
+    expected = "an instance of a linen or nnx module, or a function that creates one"
+    advice = "Construct the module first, as in Net(...)."
+    require_instance("module", instance, nn.Module | nnx.Module, expected, advice)
     return instance
 
 

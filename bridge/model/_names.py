@@ -1,6 +1,5 @@
 """Names of variables: those that the model shows."""
 
-import difflib
 import itertools
 import re
 from collections import defaultdict
@@ -46,31 +45,6 @@ def _key(member: Any, attributes: dict[int, str]) -> str:
         return attributes[id(member)]
     # Keras makes the same replacement in the paths of metric variables.
     return str(member.name).replace("/", ">")
-
-
-def require_known(identifier: Any, module: Any, expected: str) -> None:
-    """Raises an error unless an identifier is callable, or a name in a module.
-
-    Args:
-      identifier: A name, or a callable, which is accepted without a further check.
-      module: A module with a function `get`, such as `keras.losses`.
-      expected: The beginning of the message: "name: expected ...".
-
-    Raises:
-      ValueError: The module does not know the name; the message suggests similar names.
-      TypeError: The identifier is neither a name nor callable.
-    """
-    if callable(identifier):
-        return
-    if not isinstance(identifier, str):
-        raise TypeError(f"{expected}, got {type(identifier).__name__}")
-    try:
-        module.get(identifier)
-    except ValueError:
-        similar_names = difflib.get_close_matches(identifier, dir(module), n=3)
-        suggestion = " or ".join(map(repr, similar_names))
-        hint = f" Did you mean {suggestion}?" if similar_names else ""
-        raise ValueError(f"{expected}, got {identifier!r}.{hint}") from None
 
 
 def free(name: str, used: Collection[str]) -> str:

@@ -5,6 +5,7 @@ Files:
   _wrapped: that transformation, running Keras's own code
   _slots: the roles of an optimizer's variables, and the parameters that they belong to
   _optax_optimizer: an optax transformation as a Keras optimizer
+  _plain_data: functions of optax and their arguments as plain data for Keras files
   _schedules: learning rate schedules, from Keras to optax and back
   _constraints: a Keras model's constraints as an optax transformation
   _losses: Keras losses in optax's argument order

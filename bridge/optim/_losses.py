@@ -1,7 +1,5 @@
 """Keras losses as pure functions in optax's argument order."""
 
-import contextlib
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -10,10 +8,8 @@ import jax.numpy as jnp
 import keras
 
 from bridge import keras_private
-from bridge.model import _names
 from functrain.internal import PyTree, brief, require
 from functrain.internal import tree as _tree
-from functrain.metrics import Metric
 
 # The reductions to a plain mean, which is also the mean of one value per example.
 _MEANS = ("sum_over_batch_size", "mean")
@@ -78,9 +74,7 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
       dtype of the loss, by default `keras.config.floatx()`.
 
     Raises:
-      TypeError: Keras cannot use `keras_loss` as a loss, or it is a function that takes outputs
-        before labels.
-      ValueError: Keras has no loss of this name, or `loss_weights` does not match `keras_loss`.
+      ValueError: Keras has no such loss, or `loss_weights` does not match `keras_loss`.
         From the returned function: the outputs or labels lack a key, or are an array where an
         entry for each output is needed.
 
@@ -93,11 +87,11 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
       >>> print(huber(np.ones((2, 1)), np.zeros((2, 1)), sample_weight=np.array([1.0, 0.0])))
       [0.5 0. ]
     """
-    if isinstance(keras_loss, Mapping | list | tuple) and not isinstance(keras_loss, Metric):
+    if isinstance(keras_loss, Mapping | list | tuple):
         return _Loss(keras_loss, _sum_of_losses(keras_loss, loss_weights))
     advice = "It weights several outputs. To weight examples use batches (x, y, sample_weight)."
     require(loss_weights is None, "loss_weights", "None with a single loss", loss_weights, advice)
-    single_loss = _loss_of_one_output(keras_loss, "keras_loss")
+    single_loss = _loss_of_one_output(keras_loss)
 
     def any_loss(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
         # Like `compile`, uses a single loss for each of several outputs.
@@ -109,30 +103,27 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
     return _Loss(keras_loss, any_loss)
 
 
-def _loss_of_one_output(
-    keras_loss: Any, name: str, *, must_be_scalar: bool = False
-) -> _LossAndDivisor:
-    """Returns the loss of one output: one value per example if possible, else Keras's result."""
-    _require_loss(keras_loss, name)
+def _loss_of_one_output(keras_loss: Any, *, is_reduced: bool = False) -> _LossAndDivisor:
+    """Returns the loss of one output: one value per example, or Keras's result if `is_reduced`."""
+    # `compile` chooses one of several losses for "crossentropy", depending on shapes.
+    if str(keras_loss).lower() not in ("crossentropy", "ce"):
+        keras.losses.get(keras_loss)
 
     def loss_and_divisor(
         outputs: PyTree, y: PyTree, sample_weight: PyTree
     ) -> tuple[jax.Array, Any]:
         # In every call, since Keras chooses the loss for "crossentropy" by shapes.
         loss = keras_private.losses.get_loss(keras_loss, y, outputs)
-        if loss.reduction in _MEANS and not (must_be_scalar or _overrides_call(loss)):
-            values, weight, valid = keras_private.losses.losses_and_weight(
-                loss, y, outputs, sample_weight
-            )
-            if sample_weight is not None:
-                _require_matching_axes(sample_weight, values)
-            return jnp.asarray(values if weight is None else values * weight), valid
-        # Keras's own call, with labels first.
-        value = jnp.asarray(loss(y, outputs, sample_weight))
-        if must_be_scalar:
-            advice = "With several losses use reduction='sum_over_batch_size'."
-            require(not value.ndim, name, "a loss that reduces to a scalar", value, advice)
-        return value, _divisor(loss, y, outputs, sample_weight)
+        if is_reduced or loss.reduction not in _MEANS or _overrides_call(loss):
+            # Keras's own call, with labels first.
+            value = jnp.asarray(loss(y, outputs, sample_weight))
+            return value, _divisor(loss, y, outputs, sample_weight)
+        values, weight, valid = keras_private.losses.losses_and_weight(
+            loss, y, outputs, sample_weight
+        )
+        if sample_weight is not None:
+            _require_same_rank(jnp.asarray(sample_weight), values)
+        return jnp.asarray(values if weight is None else values * weight), valid
 
     return loss_and_divisor
 
@@ -154,24 +145,18 @@ def _overrides_call(loss: Any) -> bool:
     return type(loss).__call__ is not keras.losses.Loss.__call__
 
 
-def _require_matching_axes(sample_weight: PyTree, values: Any) -> None:
+def _require_same_rank(sample_weight: jax.Array, values: Any) -> None:
     """Raises ValueError if weights would be broadcast along the wrong axis of the losses.
 
-    Keras broadcasts weights `[B]` to losses `[B, B]` without an error.
+    Keras broadcasts weights `[B]` to losses `[B, B]` without an error. It drops a last axis of 1.
     """
-    weight_shape, loss_shape = jnp.shape(sample_weight), values.shape
-    if len(weight_shape) == len(loss_shape) + 1 and weight_shape[-1] == 1:
-        weight_shape = weight_shape[:-1]
-    if len(loss_shape) == len(weight_shape) + 1 and loss_shape[-1] == 1:
-        loss_shape = loss_shape[:-1]
-    if not weight_shape or not loss_shape:
-        return
-    matches = len(weight_shape) == len(loss_shape)
-    for weight_size, loss_size in zip(weight_shape, loss_shape, strict=False):
-        matches = matches and weight_size in (1, loss_size)
+    difference = abs(sample_weight.ndim - values.ndim)
+    has_extra_axis = difference == 1 and (1,) in (sample_weight.shape[-1:], values.shape[-1:])
+    is_scalar = not (sample_weight.ndim and values.ndim)
     expected = f"as many axes as the losses have, {_tree.spec(values)}"
     advice = "To weight whole sequences pass weight[:, None]."
-    require(matches, "sample_weight", expected, jnp.asarray(sample_weight), advice)
+    matches = is_scalar or difference == 0 or has_extra_axis
+    require(matches, "sample_weight", expected, sample_weight, advice)
 
 
 def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
@@ -185,9 +170,7 @@ def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
     functions: dict[Any, _LossAndDivisor] = {}
     for key, keras_loss in losses.items():
         if keras_loss is not None:
-            name = f"keras_loss[{key!r}]"
-            functions[key] = _loss_of_one_output(keras_loss, name, must_be_scalar=True)
-    require(functions, "keras_loss", "at least one loss", losses)
+            functions[key] = _loss_of_one_output(keras_loss, is_reduced=True)
 
     def sum_and_divisor(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
         if losses.keys() == {0}:
@@ -196,12 +179,12 @@ def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
         total: Any = 0
         divisors = []
         for key, function in functions.items():
+            output = entry_of_output(outputs, key, "outputs")
+            labels = entry_of_output(y, key, "y")
             weights = sample_weight
             if isinstance(sample_weight, Mapping | list | tuple):
                 weights = entry_of_output(sample_weight, key, "sample_weight")
-            value, divisor = function(
-                entry_of_output(outputs, key, "outputs"), entry_of_output(y, key, "y"), weights
-            )
+            value, divisor = function(output, labels, weights)
             total = total + (value * factors[key] if factors else value)
             divisors.append(divisor)
         # A sum of means with different divisors is not one mean.
@@ -227,31 +210,9 @@ def entry_of_output(container: PyTree, key: Any, name: str) -> Any:
       ValueError: There is no entry for the output.
     """
     # An array has entries too: its examples.
-    if isinstance(container, Mapping | list | tuple):
-        with contextlib.suppress(KeyError, IndexError, TypeError):
-            return container[key]
-    got = list(container) if isinstance(container, Mapping) else type(container).__name__
-    if isinstance(container, list | tuple):
-        got = f"{got} of {len(container)}"
-    raise ValueError(
-        f"{name}: expected a dict or list with an entry for each output, got none for {key!r} in "
-        f"{got}. The outputs, the labels, their losses and their metrics must have the same keys."
-    )
-
-
-def _require_loss(keras_loss: Any, name: str) -> None:
-    """Raises TypeError or ValueError for losses that fail later, or that expect outputs first."""
-    expected = "a keras.losses.Loss, a name or a function (y_true, y_pred)"
-    if isinstance(keras_loss, keras.Metric | Metric):
-        raise TypeError(f"{name}: expected {expected}, got {type(keras_loss).__name__}")
-    # `compile` chooses one of several losses for "crossentropy", depending on shapes.
-    if str(keras_loss).lower() not in ("crossentropy", "ce"):
-        _names.require_known(keras_loss, keras.losses, f"{name}: expected {expected}")
-    if inspect.isfunction(keras_loss):
-        first = next(iter(inspect.signature(keras_loss).parameters), "")
-        if first in ("outputs", "logits", "predictions", "log_predictions", "y_pred"):
-            raise TypeError(
-                f"{name}: expected a function (y_true, y_pred), as Keras calls it, got "
-                f"{keras_loss.__name__}, whose first argument is {first!r}. Pass a function that "
-                "takes the outputs first to functrain.supervised as it is."
-            )
+    is_list = isinstance(container, list | tuple)
+    keys = range(len(container)) if is_list else container if isinstance(container, Mapping) else ()
+    expected = f"a dict or list with an entry for each output, {key!r} among them"
+    advice = "The outputs, the labels, their losses and their metrics must have the same keys."
+    require(key in keys, name, expected, container, advice)
+    return container[key]

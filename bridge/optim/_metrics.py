@@ -1,6 +1,5 @@
 """Keras metrics as functrain metrics, whose state is a list of arrays."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import keras
 
 from bridge import keras_private
-from bridge.model import _names, _scope
+from bridge.model import _scope
 from bridge.optim._losses import entry_of_output
 from functrain import Aux
 from functrain.internal import PyTree, labels_of, require, require_labels
@@ -54,9 +53,7 @@ def metric(
       with one value per class, `f32[C]`, becomes a dict ``{"0": f32[], "1": ...}``.
 
     Raises:
-      TypeError: Keras cannot use `keras_metric` as a metric.
-      ValueError: Keras has no metric of this name, or the metric needs `example` or `values`. From
-        ``update``: the metric creates or updates variables that it does not track.
+      ValueError: Keras has no such metric, or the metric needs `example` or `values`.
 
     Examples:
       >>> import keras, numpy as np
@@ -75,7 +72,10 @@ def metric(
     # Keras chooses the kind of "accuracy" by the shapes; other metrics are always the same.
     select_metric = _metric_selector(keras_metric)
     any_kind = select_metric(None, None)
-    _require_values(any_kind, values)
+    # Keras would take the outputs for the weights of the labels.
+    takes_values = type(any_kind) in (keras.metrics.Mean, keras.metrics.Sum)
+    expected = f"a function for {_name(any_kind)}, such as lambda outputs, y: outputs"
+    require(values is not None or not takes_values, "values", expected, values)
 
     def update_args(y: PyTree, outputs: PyTree) -> tuple[PyTree, ...]:
         return (y, outputs) if values is None else (values(outputs, y),)
@@ -83,10 +83,7 @@ def metric(
     _build(any_kind, example, update_args)
 
     def init() -> list[jax.Array]:
-        # A scope records assignments instead of executing them.
-        with _scope.initialize_new_variables(), _scope.Scope([]) as scope:
-            any_kind.reset_state()
-        return _read_values(any_kind.variables, scope)
+        return _arrays(any_kind, any_kind.stateless_reset_state())
 
     def update(m: list[jax.Array], batch: PyTree, aux: Aux, loss: jax.Array) -> list[jax.Array]:
         del loss
@@ -102,54 +99,28 @@ def metric(
             if not (weight is None or hasattr(weight, "shape")):
                 weight = entry_of_output(weight, output, "sample_weight")
         weights = {"sample_weight": weight} if weighted and weight is not None else {}
-        return _update(select_metric(y, outputs), m, *update_args(y, outputs), **weights)
+        kind = select_metric(y, outputs)
+        values_after = kind.stateless_update_state(m, *update_args(y, outputs), **weights)
+        return _arrays(kind, values_after)
 
     def compute(m: list[jax.Array]) -> Any:
-        with keras.StatelessScope(_pair_with_variables(any_kind, m)):
+        pairs = list(zip(any_kind.variables, m, strict=True))
+        # A result may be a variable, which has its value inside the scope only.
+        with keras.StatelessScope(pairs):
             result = keras.tree.map_structure(keras.ops.convert_to_tensor, any_kind.result())
         return jax.tree.map(_split_into_scalars, result)
 
     return Metric(init, update, compute)
 
 
-def _update(keras_metric: Any, m: list[jax.Array], *args: PyTree, **kwargs: PyTree) -> list[Any]:
-    pairs = _pair_with_variables(keras_metric, m)
-    with _scope.initialize_new_variables(), _scope.Scope(pairs) as scope:
-        keras_metric.update_state(*args, **kwargs)
-    # Raises ValueError if the update has created variables.
-    _pair_with_variables(keras_metric, m)
-    scope.require_all_tracked(
-        f"{_name(keras_metric)}: expected updates of the metric's own variables, got those of",
-        "which would be lost. Create them with self.add_variable.",
-    )
-    return _read_values(keras_metric.variables, scope)
+def _arrays(keras_metric: Any, values: list[Any]) -> list[jax.Array]:
+    """Returns the values of a metric's variables as arrays of their dtypes.
 
-
-def _read_values(variables: list[Any], scope: keras.StatelessScope) -> list[jax.Array]:
-    values = []
-    for variable in variables:
-        value = scope.get_current_value(variable)
-        # None for a variable that was not assigned in the scope.
-        value = variable.value if value is None else value
-        values.append(jnp.asarray(value, dtype=variable.dtype))
-    return values
-
-
-def _pair_with_variables(keras_metric: Any, m: list[jax.Array]) -> list[tuple[Any, jax.Array]]:
-    """Returns the variables of a metric with their values from a state.
-
-    Raises:
-      ValueError: The numbers of variables and values differ.
+    Keras returns a variable itself for one that was not assigned.
     """
-    variables, values = keras_metric.variables, jax.tree.leaves(m)
-    expected = f"the {len(variables)} values that init returns"
-    advice = (
-        "If the metric creates its variables at the first batch, pass an example: "
-        "bridge.metric(..., example=(outputs, y))."
-    )
-    is_complete = len(values) == len(variables)
-    require(is_complete, _name(keras_metric), expected, len(values), advice)
-    return list(zip(variables, values, strict=True))
+    convert = keras.ops.convert_to_tensor
+    pairs = zip(values, keras_metric.variables, strict=True)
+    return [convert(value, variable.dtype) for value, variable in pairs]
 
 
 def _split_into_scalars(x: jax.Array) -> Any:
@@ -163,26 +134,21 @@ def _build(
     """Makes a metric create its variables, with the shapes of an example where it needs them.
 
     Raises:
-      TypeError: `example` is not a pair.
       ValueError: The metric needs an example, and there is none.
     """
     if example is not None:
-        is_pair = isinstance(example, tuple | list) and len(example) == 2
-        expected = "(outputs, y) of one batch, arrays or jax.ShapeDtypeStruct"
-        require(is_pair, "example", expected, example, error=TypeError)
 
         def build(outputs: PyTree, y: PyTree) -> None:
             # The scope drops the values, which are tracers.
-            with _scope.Scope([]):
+            with keras.StatelessScope(initialize_variables=False):
                 keras_metric.update_state(*update_args(y, outputs))
 
         with _scope.initialize_new_variables():
             jax.eval_shape(build, *example)
     if not (keras_private.metrics.is_built_metric(keras_metric) and keras_metric.variables):
         raise ValueError(
-            f"keras_metric: {_name(keras_metric)} creates its variables at the first batch, but "
-            "functrain needs them before it. Pass the outputs and labels of one batch, or their "
-            "shapes: bridge.metric(..., example=(outputs, y))."
+            f"keras_metric: expected one that has its variables, got {_name(keras_metric)}, which "
+            "creates them at the first batch. Pass bridge.metric(..., example=(outputs, y))."
         )
 
 
@@ -214,35 +180,11 @@ def _resolve(keras_metric: Any) -> Any:
     """Returns the Keras metric of a name, a function or a metric.
 
     Raises:
-      TypeError: It is something else.
-      ValueError: Keras has no metric of this name.
+      ValueError: Keras has no such metric.
     """
-    if isinstance(keras_metric, Metric):
-        raise TypeError(
-            "keras_metric: expected a Keras metric, got a functrain.metrics.Metric already."
-        )
-    if isinstance(keras_metric, list | dict):
-        raise TypeError(
-            f"keras_metric: expected one metric, got {type(keras_metric).__name__}. "
-            "functrain's steps take a dict of them: metrics={'accuracy': bridge.metric(...)}; for "
-            "a model with several outputs, bridge.metric('accuracy', output='a')."
-        )
-    expected = (
-        "keras_metric: expected a keras.metrics.Metric, a name or a function (y_true, y_pred)"
-    )
-    _names.require_known(keras_metric, keras.metrics, expected)
     resolved = keras.metrics.get(keras_metric)
     is_metric = isinstance(resolved, keras.Metric)
     return resolved if is_metric else keras.metrics.MeanMetricWrapper(resolved)
-
-
-def _require_values(keras_metric: Any, values: Any) -> None:
-    """Raises ValueError if a metric takes values instead of labels and outputs, and has none."""
-    first_parameter = next(iter(inspect.signature(keras_metric.update_state).parameters), "")
-    needs_values = first_parameter == "values"
-    expected = f"a function, since {_name(keras_metric)} takes one value, not labels and outputs"
-    advice = "Pass bridge.metric(..., values=lambda outputs, y: ...)."
-    require(values is not None or not needs_values, "values", expected, values, advice)
 
 
 def _name(keras_metric: Any) -> str:

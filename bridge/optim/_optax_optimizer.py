@@ -1,6 +1,5 @@
 """An optax transformation as a Keras optimizer, for `model.compile`."""
 
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -13,26 +12,13 @@ import optax
 from bridge import keras_private
 from bridge.model._names import Path, free
 from bridge.model._variables import arrays, get_at, nest
-from bridge.optim._schedules import CODEC, require_accepts, schedule
+from bridge.optim import _plain_data
+from bridge.optim._schedules import schedule
 from bridge.optim._slots import Role, roles_of_leaves
 from functrain.internal import PyTree, brief, check_tx, require
 from functrain.internal import tree as _tree
 
 _OWNER = "bridge.OptaxOptimizer"
-_EXPECTED = (
-    f"{_OWNER}: expected a function that creates a transformation, and its arguments by name: "
-    "OptaxOptimizer(optax.adam, learning_rate=1e-3), or a schedule as learning_rate"
-)
-# Settings of Keras's optimizers that the update of a transformation does not use, with those of
-# optax.
-_SETTINGS = {
-    "weight_decay": "optax.add_decayed_weights(...) or optax.adamw",
-    "clipnorm": "optax.clip_by_global_norm(...)",
-    "global_clipnorm": "optax.clip_by_global_norm(...)",
-    "clipvalue": "optax.clip(...)",
-    "use_ema": "functrain.tx.ema(...)",
-    "gradient_accumulation_steps": "optax.MultiSteps(tx, steps)",
-}
 _NUMBER = int | float | jax.Array | np.number | np.ndarray
 
 
@@ -139,7 +125,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         params = nest(arrays(trained))
         # A copy: leaves of the state may share buffers with each other or with params.
         state = _tree.copy(self.tx.init(params))
-        _require_no_more_than_gradients(self.tx, params, state)
+        _require_gradients_suffice(self.tx, params, state)
         leaves, treedef = jax.tree.flatten(state)
         roles = roles_of_leaves(state, dict(zip(trained, range(len(trained)), strict=True)))
         # Keras's files identify variables by their order. Sorting by role makes it independent of
@@ -183,24 +169,6 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
             layout=keras_private.variables.layout(owner) if has_owner_shape else None,
             name="_".join(names).replace("/", "_"),
         )
-
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Raises ValueError: the transformation decides which params decay."""
-        require(
-            False,
-            f"{_OWNER}.exclude_from_weight_decay",
-            "the mask of the transformation instead",
-            var_list or var_names,
-            "Pass a function of the params, as in OptaxOptimizer(optax.adamw, learning_rate=1e-3, "
-            "mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params)).",
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; raises ValueError for settings that only Keras's updates use."""
-        advice = f"The transformation does it instead: {_SETTINGS.get(name, '')}."
-        has_effect = name not in _SETTINGS or value in (None, False)
-        require(has_effect, f"{_OWNER}.{name}", "None", value, advice)
-        super().__setattr__(name, value)
 
     @property
     def mapping(self) -> StateMapping:
@@ -250,36 +218,34 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         # Before the optimizer is built, there is no variable yet.
         if not self.built and argument is not None:
             return jnp.asarray(argument, jnp.float32)
-        # `hasattr` and `getattr` with a default expect an AttributeError.
-        return self._rate_variable(AttributeError)
+        return self._rate_variable()
 
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
-        expected = "a number, for a learning rate that is a number and not a schedule"
         is_number = not (callable(value) or self.follows_schedule)
+        expected = "a number in place of a number, not of a schedule"
         advice = "Compile with a new optimizer instead."
         require(is_number, "learning_rate", expected, value, advice, error=TypeError)
         if not self.built and "learning_rate" in self._arguments:
             self.__dict__["_arguments"] = {**self._arguments, "learning_rate": float(value)}
             self.__dict__["tx"] = _create_tx(self._factory, self._arguments)
         else:
-            self._rate_variable(TypeError).assign(value)
+            self._rate_variable().assign(value)
 
-    def _rate_variable(self, error: type[Exception]) -> Any:
+    def _rate_variable(self) -> Any:
         """Returns the variable of the only injected learning rate.
 
         Raises:
-          error: There is none, or more than one.
+          AttributeError: There is none, or more than one; `hasattr` expects this class.
         """
         state = self.mapping.treedef.unflatten(self.mapping.slots) if self.built else ()
         rates = optax.tree.get_all_with_path(state, "learning_rate")
         if len(rates) == 1 and isinstance(rates[0][1], keras.Variable):
             return rates[0][1]
         paths = [jax.tree_util.keystr(path) for path, _ in rates]
-        raise error(
-            f"{_OWNER} {self.name!r}: expected one learning rate injected into the state, which "
-            f"can be read and set, got {paths or 'none'}. Pass the function that creates the "
-            "transformation, bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3), or "
+        raise AttributeError(
+            f"{_OWNER} {self.name!r}: expected one learning rate in the state, got "
+            f"{paths or 'none'}. Pass bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3), or "
             "inject the rate: optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
         )
 
@@ -296,8 +262,8 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         trained = self.mapping.trained if self.built else {}
         return {
             "name": self.name,
-            "tx": CODEC.name_of(self._factory, _OWNER),
-            "arguments": CODEC.encode_arguments(arguments, _OWNER),
+            "tx": _plain_data.name_of(self._factory, _OWNER),
+            "arguments": _plain_data.encode_arguments(arguments, _OWNER),
             # `_by_path` recognizes the variables of a loaded model by their paths and shapes.
             "variables": [[list(path), list(v.shape)] for path, v in trained.items()],
         }
@@ -308,8 +274,10 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     ) -> "OptaxOptimizer":
         """Returns the optimizer that `get_config` described, without its state."""
         with keras.saving.custom_object_scope(custom_objects or {}):
-            arguments = CODEC.decode_arguments(config["arguments"])
-            optimizer = cls(CODEC.find_function(config["tx"]), name=config["name"], **arguments)
+            arguments = _plain_data.decode_arguments(config["arguments"])
+            optimizer = cls(
+                _plain_data.find_function(config["tx"]), name=config["name"], **arguments
+            )
         # Not by assignment, for the same reason as in `__init__`. `_by_path` reads them.
         optimizer.__dict__["_saved_paths"] = config["variables"]
         return optimizer
@@ -317,28 +285,22 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
 
 def _create_tx(tx: Any, arguments: Mapping[str, Any]) -> optax.GradientTransformation:
     """Returns the transformation, with a numeric learning rate injected into its state."""
-    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
+    if not callable(tx):
+        check_tx(tx)
         expected = "no arguments with an existing transformation"
         advice = "Pass a function that creates it: OptaxOptimizer(optax.adam, b1=0.8)."
         require(not arguments, _OWNER, expected, sorted(arguments), advice, error=TypeError)
         return tx
-    is_keras = isinstance(tx, keras.optimizers.Optimizer)
-    expected = (
-        "an optax transformation, such as optax.adam(1e-3), or a function that creates one and "
-        "its arguments"
-    )
-    advice = "Keras takes it as it is: model.compile(optimizer)." if is_keras else ""
-    require(callable(tx), _OWNER, expected, tx, advice, error=TypeError)
-    optax_arguments = dict(zip(arguments, map(_to_optax, arguments.values()), strict=True))
-    require_accepts(tx, _EXPECTED, **optax_arguments)
+    optax_arguments = {name: _to_optax(value) for name, value in arguments.items()}
 
-    # `inject_hyperparams` would inject every numeric argument. Only the learning rate shall be part
-    # of the state, so it is the only parameter here.
-    def create_with_rate(learning_rate: Any) -> optax.GradientTransformation:
-        return tx(**{**optax_arguments, "learning_rate": learning_rate})
+    if isinstance(optax_arguments.get("learning_rate"), _NUMBER):
+        rate: Any = optax_arguments.pop("learning_rate")
 
-    rate: Any = optax_arguments.get("learning_rate")
-    if isinstance(rate, _NUMBER):
+        # `inject_hyperparams` would inject every numeric argument. Only the learning rate shall be
+        # part of the state, so it is the only parameter here.
+        def create_with_rate(learning_rate: Any) -> optax.GradientTransformation:
+            return tx(**optax_arguments, learning_rate=learning_rate)
+
         transformation = optax.inject_hyperparams(create_with_rate)(float(rate))
     else:
         transformation = tx(**optax_arguments)
@@ -367,31 +329,19 @@ def from_plain_array(array: jax.Array, impl: Any) -> jax.Array:
     return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
 
-def _require_no_more_than_gradients(tx: Any, params: PyTree, state: PyTree) -> None:
-    """Raises TypeError if `tx.update` needs more than gradients, state and params.
+def _require_gradients_suffice(tx: Any, params: PyTree, state: PyTree) -> None:
+    """Raises an error if `tx.update` needs more than gradients, state and params.
 
-    Also raises it for a state that an update gives another structure, as `optax.monitor` does.
+    Also raises TypeError for a state that an update gives another structure, like `optax.monitor`.
     """
-    advice = "Train without Keras: bridge.create_state(model, tx) and functrain.train_step."
-    expected = "a transformation of the params alone, not of optax.LookaheadParams"
-    is_lookahead = bool(_tree.nodes(state, optax.LookaheadState))
-    require(not is_lookahead, _OWNER, expected, state, advice, error=TypeError)
     try:
         _, new_state = jax.eval_shape(tx.update, params, state, params)
-        expected = "a transformation whose state keeps its structure"
-        is_same = _tree.structure(new_state) == _tree.structure(state)
-        require(is_same, _OWNER, expected, new_state, error=TypeError)
-    except (TypeError, ValueError) as error:
-        # Python's message about keyword-only arguments, and optax's about params and values.
-        missing = re.findall(
-            r"missing \d+ required keyword-only arguments?: (.*)|(\w+) must be provided", str(error)
+    except (AttributeError, TypeError, ValueError) as error:
+        error.add_note(
+            f"{_OWNER}: Keras gives an optimizer gradients and params only. If this one needs "
+            "more, train without Keras: bridge.create_state(model, tx) and functrain.train_step."
         )
-        if not missing:
-            raise
-        raise TypeError(
-            f"{_OWNER}: this transformation needs more than gradients and params: "
-            f"{''.join(missing[0])}. Keras gives an optimizer nothing else. Train without Keras: "
-            "bridge.create_state(model, tx), then functrain.train_step(loss_fn, tx), which passes "
-            "value, grad, value_fn and grad_fn (pass other arguments to tx.update yourself), then "
-            "bridge.to_keras(state, model)."
-        ) from error
+        raise
+    is_same = _tree.structure(new_state) == _tree.structure(state)
+    expected = "a transformation whose state keeps its structure"
+    require(is_same, _OWNER, expected, new_state, error=TypeError)

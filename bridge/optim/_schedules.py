@@ -1,6 +1,5 @@
 """Learning rate schedules, from Keras to optax and from optax to Keras."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -8,22 +7,8 @@ import jax
 import jax.numpy as jnp
 import keras
 
-from bridge.model._plain_data import PlainData
+from bridge.optim import _plain_data
 from functrain.internal import require
-
-CODEC = PlainData(
-    namespaces=("optax", "optax.contrib"),
-    advice="The same holds for every function defined inside a function, and for objects that hold "
-    "one. Pass the function that creates it and its arguments, as in "
-    "bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3) or "
-    "bridge.schedule(optax.linear_schedule, init_value=1.0). Or write a function that creates all "
-    'of it, decorated with @keras.saving.register_keras_serializable("my_package"), and pass that '
-    "one. Weights alone (save_weights) can be saved in any case.",
-)
-_EXPECTED = (
-    "schedule: expected a function of the count, or a function that creates one and its arguments "
-    "by name, schedule(optax.cosine_decay_schedule, init_value=0.1, decay_steps=100)"
-)
 
 
 def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[..., Any]:
@@ -67,17 +52,12 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
         if isinstance(schedule, OptaxSchedule):
             return schedule.optax_schedule
         return lambda count: jnp.asarray(schedule(count), jnp.float32)
-    if not callable(schedule):
-        raise TypeError(
-            "schedule: expected a keras.optimizers.schedules.LearningRateSchedule or an optax "
-            f"schedule, a function of the count, got {schedule!r}. A constant is "
-            "optax.constant_schedule(value)."
-        )
-    if arguments:
-        require_accepts(schedule, _EXPECTED, **arguments)
+    expected = "a schedule of Keras or optax, or a function that creates one and its arguments"
+    advice = "A constant is optax.constant_schedule(value)."
+    require(callable(schedule), "schedule", expected, schedule, advice, error=TypeError)
     keras_schedule = OptaxSchedule(schedule, arguments)
-    # Fails for `schedule(optax.cosine_decay_schedule)`, in which the arguments are missing.
-    require_accepts(keras_schedule.optax_schedule, _EXPECTED, 0)
+    # Fails at once for `schedule(optax.cosine_decay_schedule)`, in which the arguments are missing.
+    jax.eval_shape(keras_schedule, 0)
     return keras_schedule
 
 
@@ -107,33 +87,12 @@ class OptaxSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
           ValueError: The function has no name that a file can contain.
         """
         return {
-            "function": CODEC.name_of(self._function, "bridge.schedule"),
-            "arguments": CODEC.encode_arguments(self._arguments, "bridge.schedule"),
+            "function": _plain_data.name_of(self._function, "bridge.schedule"),
+            "arguments": _plain_data.encode_arguments(self._arguments, "bridge.schedule"),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OptaxSchedule":
         """Returns the schedule that `get_config` described."""
-        return cls(
-            CODEC.find_function(config["function"]), CODEC.decode_arguments(config["arguments"])
-        )
-
-
-def require_accepts(function: Any, expected: str, *args: Any, **arguments: Any) -> None:
-    """Raises TypeError if the signature of a function does not accept some arguments.
-
-    Args:
-      function: The function. It is not called.
-      expected: The beginning of the message: "name: expected ...".
-      *args: The positional arguments.
-      **arguments: The keyword arguments.
-    """
-    try:
-        inspect.signature(function).bind(*args, **arguments)
-    except TypeError as error:
-        raise TypeError(
-            f"{expected}, got {function!r} with {sorted(arguments) or 'no arguments'}: {error}."
-        ) from None
-    except ValueError:
-        # Functions written in C may have no signature.
-        return
+        function = _plain_data.find_function(config["function"])
+        return cls(function, _plain_data.decode_arguments(config["arguments"]))

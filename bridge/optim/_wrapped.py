@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +15,9 @@ from bridge.model import _variables
 from bridge.model._names import Path
 from bridge.model._scope import name_scopes
 from bridge.optim._constraints import ConstraintState, update_to
-from bridge.optim._schedules import require_accepts
 from bridge.optim._slots import KerasOptState, Role, kind_of, roles_of_variables
-from functrain.internal import PyTree, require, require_no_problems
+from functrain.internal import PyTree, brief, require
 from functrain.internal import tree as _tree
-
-_EXPECTED_RATE = (
-    "learning_rate: expected a number, a Keras schedule or a function without arguments (convert "
-    "an optax schedule, a function of the count, with bridge.schedule(optax_schedule))"
-)
 
 
 class _Built(NamedTuple):
@@ -82,7 +76,6 @@ class Wrapped:
         self._built: dict[Any, _Built] = {}
         self._model_variables = {}
         if model is not None:
-            _require_same_variables(optimizer, model)
             # All of them: variables that are not trained may be excluded from weight decay too.
             self._model_variables = {id(v): v for v in model.variables}
         # A copy, since the caller may change or build the optimizer later.
@@ -94,8 +87,10 @@ class Wrapped:
         built, values = self._build(params)
         leaves = built.in_order(params)
         for i, role in enumerate(built.roles):
-            if role.owner is not None:
-                values[i] = _put_like(values[i], leaves[role.owner])
+            param = None if role.owner is None else leaves[role.owner]
+            # A slot with the shape of its parameter is sharded like the parameter.
+            if _tree.is_concrete(param) and values[i].shape == param.shape:
+                values[i] = _tree.device_put_like(values[i], param)
         return built.to_state(values, self._constraints)
 
     def update(
@@ -109,7 +104,9 @@ class Wrapped:
     ) -> tuple[PyTree, KerasOptState]:
         """Returns the update of the params, and the new state."""
         del extra_args
-        _require_grads_like_params(updates, params)
+        expected = "the params, since Keras returns new params instead of updates"
+        advice = "Call tx.update(grads, opt_state, params)."
+        require(params is not None, "bridge.optimizer", expected, params, advice)
         built = self.built_for(params)
         old_values, grads = self.values(built, state), built.in_order(updates)
         old_params = list(map(jnp.asarray, built.in_order(params)))
@@ -136,11 +133,9 @@ class Wrapped:
             # A missing slot is a KeyError, a tree of another structure a ValueError.
             with contextlib.suppress(KeyError, ValueError):
                 return list(map(jnp.asarray, built.to_values(state)))
-        slots = sorted({role.name for role in built.roles if role.owner is not None})
         raise ValueError(
-            f"opt_state: expected one of bridge.optimizer({type(self.optimizer).__name__}) with "
-            f"slots {slots} for these params, got {jax.tree.structure(state)}. Pass the state "
-            "that this transformation's init(params) returned."
+            f"opt_state: expected the state of bridge.optimizer({type(self.optimizer).__name__}) "
+            f"for these params, got {brief(state)}. Pass what init(params) returned."
         )
 
     def built_for(self, params: PyTree) -> _Built:
@@ -162,7 +157,11 @@ class Wrapped:
         leaves: dict[Path, Any] = {}
         for path, leaf in jax.tree_util.tree_leaves_with_path(params):
             leaves[_tree.keys(path)] = leaf
-        model_variables = self._select_model_variables(params, leaves)
+        model_variables: dict[Path, Any] = dict.fromkeys(leaves)
+        if self.model is not None:
+            # In Keras's order.
+            layout = _variables.layout_of_state(self.model, params)
+            model_variables = _variables.select_present(layout.params, params, "params")
         with keras_private.variables.outside_scopes():
             # Keras optimizers are built for variables, not params. A stand-in has the value of a
             # param and, if there is a model, the attributes of the model's variable.
@@ -182,16 +181,6 @@ class Wrapped:
         order = [leaf_index[path] for path in model_variables]
         roles = roles_of_variables(copy, stand_ins)
         return _Built(copy, roles, order, jax.tree.structure(params)), values
-
-    def _select_model_variables(self, params: PyTree, paths: Iterable[Path]) -> dict[Path, Any]:
-        """Returns the model's variables that are in the params, in Keras's order.
-
-        Without a model the values are None.
-        """
-        if self.model is None:
-            return dict.fromkeys(paths)
-        layout = _variables.layout_of_state(self.model, params)
-        return _variables.select_present(layout.params, params, "params")
 
 
 def _stand_in(path: Path, value: Any, model_variable: Any) -> Any:
@@ -233,8 +222,6 @@ def _copy_unbuilt(optimizer: Any, stand_ins: Mapping[int, Any]) -> Any:
     # A schedule has no state, so both optimizers may use it.
     if rate is not None:
         settings["learning_rate"] = rate
-        if not isinstance(rate, keras.optimizers.schedules.LearningRateSchedule):
-            require_accepts(rate, _EXPECTED_RATE)
     settings["loss_scale_factor"] = None
     copy = type(optimizer).from_config(settings)
     _copy_exclusions(optimizer, copy, stand_ins)
@@ -246,9 +233,6 @@ def _copy_multi_optimizer(optimizer: Any, stand_ins: Mapping[int, Any]) -> Any:
     # Cached, so that an optimizer for several paths is copied once.
     copy_inner = functools.cache(lambda inner: _copy_unbuilt(inner, stand_ins))
     if not isinstance(optimizer_map, keras.optimizers.OptimizerMap):
-        expected = "a model with a MultiOptimizer that chooses by a function of a variable"
-        advice = "Pass the model, bridge.optimizer(optimizer, model=model), or use an OptimizerMap."
-        require(stand_ins, "model", expected, None, advice)
         return type(optimizer)(lambda v: copy_inner(optimizer_map(v)), name=optimizer.name)
     by_path = {path: copy_inner(optimizer_map[path]) for path in optimizer_map}
     default = copy_inner(optimizer_map.default_optimizer)
@@ -264,48 +248,12 @@ def _copy_exclusions(optimizer: Any, copy: Any, stand_ins: Mapping[int, Any]) ->
     """
     # `get_config` leaves the exclusions out.
     ids, pattern = keras_private.optimizers.excluded_from_weight_decay(optimizer)
-    if not ids <= stand_ins.keys():
-        # With a model, `stand_ins` has its variables.
-        got = "a model without some of them" if stand_ins else "None"
-        raise ValueError(
-            f"model: expected the model whose variables optimizer {optimizer.name!r} excludes from "
-            f"weight decay by identity (exclude_from_weight_decay(var_list=...)), got {got}. Pass "
-            "bridge.optimizer(optimizer, model=model), or exclude by name: var_names=[...]."
-        )
+    expected = (
+        f"that of the variables that {optimizer.name!r} excludes from weight decay by identity"
+    )
+    advice = "Pass bridge.optimizer(optimizer, model=model), or exclude by name: var_names=[...]."
+    got = "a model without some of them" if stand_ins else None
+    require(ids <= stand_ins.keys(), "model", expected, got, advice)
     if ids or pattern:
         names = [pattern] if pattern else None
         copy.exclude_from_weight_decay(var_list=list(map(stand_ins.get, ids)), var_names=names)
-
-
-def _put_like(value: Any, param: Any) -> Any:
-    """Returns a slot with the sharding of its parameter, if both have the same shape."""
-    are_concrete = _tree.is_concrete(value) and _tree.is_concrete(param)
-    if not are_concrete or value.shape != param.shape or value.sharding == param.sharding:
-        return value
-    return jax.device_put(value, param.sharding)
-
-
-def _require_same_variables(optimizer: Any, model: keras.Layer) -> None:
-    """Raises ValueError if an optimizer was built for other variables than the model trains."""
-    trained = map(id, keras_private.optimizers.trained_variables(optimizer))
-    if optimizer.built and set(trained) != set(map(id, model.trainable_variables)):
-        raise ValueError(
-            f"optimizer {optimizer.name!r} was built for other variables than those that "
-            f"{model.name!r} trains now. Use a new one: type(optimizer).from_config("
-            "optimizer.get_config()). If layers were frozen or unfrozen, compile the model again."
-        )
-
-
-def _require_grads_like_params(updates: PyTree, params: PyTree) -> None:
-    """Raises ValueError unless gradients have the structure and shapes of the params."""
-    expected = "the params, since Keras returns new params instead of updates"
-    advice = "Call tx.update(grads, opt_state, params)."
-    require(params is not None, "bridge.optimizer", expected, params, advice)
-    lines = _tree.differences(jax.tree.map(_shape, params), jax.tree.map(_shape, updates))
-    advice = "Take the gradient with respect to these params."
-    require_no_problems("gradients", lines, "the structure and the shapes of params", advice)
-
-
-def _shape(x: Any) -> Any:
-    # Gradients may have another dtype than the params, so all have the same one here.
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-import optax
 import pytest
 from keras.src.backend.common.masking import set_keras_mask
 
@@ -246,46 +245,38 @@ def test_one_loss_serves_all_outputs_and_none_leaves_one_out() -> None:
     assert bridge.loss({"a": None, "b": "mae"})(outputs, y) == 3.0
 
 
-def test_what_is_no_keras_loss_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"got 'mean_square_eror'. Did you mean 'mean_squared_error'"
-    ):
-        bridge.loss("mean_square_eror")
-    with pytest.raises(
-        TypeError, match=r"expected a keras.losses.Loss, a name or a function.*got int"
-    ):
-        bridge.loss(3)
-    with pytest.raises(TypeError, match=r"expected a keras.losses.Loss.*got NoneType"):
-        bridge.loss(None)
-    for metric in (keras.metrics.AUC(), ft.metrics.accuracy()):
-        with pytest.raises(TypeError, match=r"expected a keras.losses.Loss.*got (AUC|Metric)"):
-            bridge.loss(metric)
-    with pytest.raises(TypeError, match=r"whose first argument is 'logits'.*supervised as it is"):
-        bridge.loss(optax.softmax_cross_entropy)
-    with pytest.raises(ValueError, match="loss_weights: expected None with a single loss"):
-        bridge.loss("mse", loss_weights=0.5)
-    with pytest.raises(ValueError, match=r"expected a factor for each loss, \['a', 'b'\]"):
-        bridge.loss({"a": "mse", "b": "mae"}, loss_weights={"a": 1.0})
-    with pytest.raises(ValueError, match="expected at least one loss"):
-        bridge.loss({"a": None})
+@pytest.mark.parametrize(
+    ("loss", "loss_weights", "message"),
+    [
+        ("mean_square_eror", None, "Could not interpret loss identifier"),
+        (3, None, "Could not interpret loss identifier"),
+        ("mse", 0.5, "loss_weights: expected None with a single loss"),
+        ({"a": "mse", "b": "mae"}, {"a": 1.0}, r"expected a factor for each loss, \['a', 'b'\]"),
+    ],
+)
+def test_what_is_no_keras_loss_is_refused(loss: Any, loss_weights: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bridge.loss(loss, loss_weights=loss_weights)
 
 
-def test_outputs_of_another_structure_are_refused() -> None:
-    loss = bridge.loss({"a": "mse"})
-    with pytest.raises(ValueError, match=r"y: expected a dict or list .*, got none for 'a'"):
-        loss({"a": np.ones((2, 1))}, {"b": np.ones((2, 1))})
-    with pytest.raises(ValueError, match=r"outputs: .* none for 'a' in list of 1"):
-        loss([np.ones((2, 1))], {"a": np.ones((2, 1))})
+ARRAY = np.ones((2, 1))
 
 
-@pytest.mark.parametrize("loss", [["mse", "mae"], "mse"], ids=["list", "single"])
-def test_an_array_is_no_list_of_outputs(loss: Any) -> None:
-    array = np.ones((2, 1))
-    with pytest.raises(ValueError, match=r"y: expected a dict or list .* none for 0 in ndarray"):
-        bridge.loss(loss)([array, array], array)
-    if isinstance(loss, list):
-        with pytest.raises(ValueError, match=r"outputs: expected a dict or list .* in ndarray"):
-            bridge.loss(loss)(array, [array, array])
+@pytest.mark.parametrize(
+    ("loss", "outputs", "y", "message"),
+    [
+        ({"a": "mse"}, {"a": ARRAY}, {"b": ARRAY}, r"y: expected a dict or list .*'a' among them"),
+        ({"a": "mse"}, [ARRAY], {"a": ARRAY}, r"outputs: expected a dict or list .*'a' among"),
+        # An array is no list of outputs, though it has entries.
+        ("mse", [ARRAY, ARRAY], ARRAY, "y: expected a dict or list .*0 among"),
+        (["mse", "mae"], ARRAY, [ARRAY, ARRAY], "outputs: expected a dict or list"),
+    ],
+)
+def test_outputs_of_another_structure_are_refused(
+    loss: Any, outputs: Any, y: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        bridge.loss(loss)(outputs, y)
 
 
 def test_a_list_of_one_loss_is_that_of_a_single_output_as_in_compile() -> None:
@@ -300,9 +291,6 @@ def test_weights_along_the_wrong_axis_are_refused() -> None:
     outputs, y = np.ones((3, 3, 1)), np.zeros((3, 3, 1))
     loss = bridge.loss("mse")
     np.testing.assert_array_equal(loss(outputs, y, np.arange(3.0)[:, None])[:, 0], [0, 1, 2])
-    for weight in (np.ones(3), np.ones((2, 3))):
-        with pytest.raises((ValueError, TypeError), match=r"sample_weight: expected|incompatible"):
-            loss(outputs, y, weight)
     with pytest.raises(ValueError, match=r"as many axes as the losses.*weight\[:, None\]"):
         loss(outputs, y, np.ones(3))
 

@@ -294,55 +294,20 @@ def test_results_for_each_class_are_logs_by_class() -> None:
     assert len(bridge.metric(metrics.F1Score(), example=shapes).init()) == 4
 
 
-class Careless(keras.Metric):
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = self.add_variable((), "zeros")
-        vars(self)["hidden"] = keras.Variable(0.0, name="hidden")
-
-    def update_state(self, y_true: Any, y_pred: Any) -> None:
-        self.hidden.assign_add(1.0)
-
-
-class Late(keras.Metric):
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = self.add_variable((), "zeros")
-
-    def update_state(self, y_true: Any, y_pred: Any) -> None:
-        self.more = self.add_variable((), "zeros")
-
-
 def test_what_is_no_keras_metric_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got 'acuracy'. Did you mean 'Accuracy'"):
-        bridge.metric("acuracy")
-    with pytest.raises(TypeError, match=r"expected a keras.metrics.Metric, a name.*got int"):
-        bridge.metric(3)
-    with pytest.raises(TypeError, match="expected a Keras metric"):
-        bridge.metric(ft.metrics.accuracy())
-    with pytest.raises(TypeError, match=r"one metric.*got list.*dict of them"):
-        bridge.metric(["accuracy"])
+    for metric in ("acuracy", 3, ["accuracy"]):
+        with pytest.raises(ValueError, match="Could not interpret metric identifier"):
+            bridge.metric(metric)
 
 
 def test_a_metric_that_needs_more_says_what() -> None:
     with pytest.raises(ValueError, match=r"F1Score.*at the first batch.*example=\(outputs, y\)"):
         bridge.metric(metrics.F1Score())
-    with pytest.raises(ValueError, match=r"Mean 'mean' takes one value.*values=lambda outputs, y"):
+    with pytest.raises(ValueError, match=r"a function for Mean 'mean', such as lambda outputs, y"):
         bridge.metric("mean")
-    with pytest.raises(TypeError, match=r"example: expected \(outputs, y\) of one batch.*got 3"):
-        bridge.metric(metrics.F1Score(), example=3)
     mae = bridge.metric("mae")
     with pytest.raises(ValueError, match="labels: expected labels to compare"):
         mae.update(mae.init(), np.ones((4, 2)), ft.Aux(outputs=np.ones((4, 2))), None)
-    late = bridge.metric(Late())
-    with pytest.raises(ValueError, match=r"expected the 2 values.*got 1\. If.*example="):
-        late.update(late.init(), (None, 0), ft.Aux(outputs=0), None)
-    careless = bridge.metric(Careless())
-    with pytest.raises(ValueError, match=r"Careless[^$]*hidden: float32\[\][^$]*self.add_variable"):
-        careless.update(careless.init(), (None, 0), ft.Aux(outputs=0), None)
     several = bridge.metric("mae", output="a")
-    with pytest.raises(ValueError, match=r"y: expected a dict or list .* none for 'a' in \['b'\]"):
+    with pytest.raises(ValueError, match=r"y: expected a dict or list .*'a' among them"):
         several.update(several.init(), (None, {"b": 0}), ft.Aux(outputs={"b": 0}), None)
-    first = bridge.metric("mae", output=0)
-    with pytest.raises(ValueError, match=r"y: expected a dict or list .* none for 0 in ndarray"):
-        first.update(first.init(), (None, np.ones((2, 1))), ft.Aux(outputs=[np.ones((2, 1))]), None)

@@ -13,7 +13,7 @@ import optax
 import optax.contrib
 import pytest
 
-from tests.bridge.optax_cases import MORE, SGD, C, X, Y, by_layer, fitted, make_model, same
+from tests.bridge.optax_cases import SGD, C, X, Y, by_layer, fitted, make_model, same
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
@@ -146,35 +146,12 @@ def test_a_config_has_the_learning_rate_of_now(kind):
 
 
 class TestErrors:
-    @pytest.mark.parametrize("name", sorted(MORE | {"scale_by_polyak"}))
-    def test_what_needs_more_than_gradients_says_what_before_training(self, name):
-        function = getattr(optax, name, None) or getattr(C, name)
-        tx = function(1e-2) if name == "sophia" else function()
-        needed = "obj_fn" if name == "sophia" else "'value'"
-        with pytest.raises(TypeError, match=f"needs more than gradients and params: .*{needed}"):
-            fitted(bridge.OptaxOptimizer(tx))
-
-    def test_an_opaque_sharpness_aware_minimization_says_so_before_training(self):
-        tx = C.sam(SGD, optax.chain(C.normalize(), optax.sgd(0.05)), opaque_mode=True)
-        with pytest.raises(
-            TypeError, match=r"(?s)needs more than .*: grad_fn\..*value_fn and grad_"
-        ):
-            fitted(bridge.OptaxOptimizer(tx))
-
-    def test_a_build_that_was_refused_is_refused_again(self):
-        optimizer = bridge.OptaxOptimizer(optax.polyak_sgd())
-        for _ in range(2):
-            with pytest.raises(TypeError, match="needs more than gradients and params"):
-                fitted(optimizer)
-        assert not optimizer.built
-        assert [v.name for v in optimizer.variables] == ["iteration"]
-
     def test_no_learning_rate_to_be_seen(self):
         optimizer = fitted(bridge.OptaxOptimizer(optax.adam(1e-2))).optimizer
         assert not hasattr(optimizer, "learning_rate")
         with pytest.raises(AttributeError, match=r"got none.*learning_rate=1e-3\)"):
             optimizer.learning_rate  # noqa: B018
-        with pytest.raises(TypeError, match="expected one learning rate"):
+        with pytest.raises(AttributeError, match="expected one learning rate"):
             optimizer.learning_rate = 0.1
 
     def test_saving_a_ready_made_transformation(self, tmp_path):
@@ -204,18 +181,6 @@ class TestErrors:
             bridge.OptaxOptimizer(0.1)
         with pytest.raises(TypeError, match="expected an optax transformation"):
             bridge.OptaxOptimizer(lambda: 0.1)
-        with pytest.raises(TypeError, match=r"got Adam\. Keras takes it as it is: model\.compile"):
-            bridge.OptaxOptimizer(keras.optimizers.Adam())
-
-    def test_a_schedule_in_the_transformation_s_place(self):
-        keras_schedule = keras.optimizers.schedules.CosineDecay(0.1, 100)
-        for schedule in (optax.cosine_decay_schedule(0.1, 100), keras_schedule):
-            with pytest.raises(TypeError, match=r"or a schedule as .*, got .*no arguments"):
-                bridge.OptaxOptimizer(schedule)
-
-    def test_an_argument_that_the_function_does_not_take(self):
-        with pytest.raises(TypeError, match=r"OptaxOptimizer\(optax.adam, .*learning_rates"):
-            bridge.OptaxOptimizer(optax.adam, learning_rates=0.1)
 
     def test_a_name_that_optax_does_not_have(self):
         config = {"name": "x", "tx": "optax.base64", "arguments": {}}

@@ -269,7 +269,7 @@ def test_excluded_variables_may_be_untrained_but_not_another_models():
     still = jax.tree.map(jnp.zeros_like, state.params)
     new = state.apply_gradients(still, tx).params["n"]
     np.testing.assert_array_equal(new["gamma"], 1.0)
-    with pytest.raises(ValueError, match=r"whose variables.*got a model without some of them"):
+    with pytest.raises(ValueError, match=r"by identity, got .a model without some of them"):
         bridge.optimizer(theirs, model=constrained())
 
 
@@ -312,56 +312,24 @@ def test_a_loss_scaled_by_hand_says_so():
     assert new.scalars["loss_scale/dynamic_scale"] == scale / 2
 
 
-class TestErrors:
-    tx = bridge.optimizer(K.Adam())
+def test_arguments_that_do_not_fit_are_refused():
+    tx, params = bridge.optimizer(K.Adam()), make_params()
+    with pytest.raises(ValueError, match=r"update\(grads, opt_state, params\)"):
+        tx.update(params, tx.init(params))
+    for state in (optax.adam(1e-3).init(params), bridge.optimizer(K.SGD()).init(params)):
+        with pytest.raises(ValueError, match=r"the state of bridge.optimizer\(Adam\) for these"):
+            tx.update(params, state, params)
+    with pytest.raises(ValueError, match=r"a/kernel: missing"):
+        bridge.optimizer(K.Adam(), model=constrained()).init(params)
+    with pytest.raises(TypeError, match="optax transformation already"):
+        bridge.optimizer(optax.adam(1e-3))
 
-    def test_missing_params(self):
-        params = make_params()
-        with pytest.raises(ValueError, match=r"update\(grads, opt_state, params\)"):
-            self.tx.update(params, self.tx.init(params))
 
-    def test_gradients_of_another_structure_are_named(self):
-        params = make_params()
-        grads = {**params, "dense": {"bias": jnp.ones(3), "kernel": jnp.ones((4, 4))}}
-        with pytest.raises(ValueError, match=r"dense/kernel: expected float32\[4, 3\], got .*4, 4"):
-            self.tx.update(grads, self.tx.init(params), params)
-        del grads["out"]
-        with pytest.raises(ValueError, match=r"out/bias: missing"):
-            self.tx.update(grads, self.tx.init(params), params)
-
-    def test_the_state_of_another_transformation(self):
-        params = make_params()
-        for state in (optax.adam(1e-3).init(params), bridge.optimizer(K.SGD()).init(params)):
-            with pytest.raises(ValueError, match=r"slots \['momentums', 'velocities'\]"):
-                self.tx.update(params, state, params)
-
-    def test_an_optimizer_built_for_another_model(self):
-        theirs = K.Adam()
-        theirs.build(constrained().trainable_variables)
-        with pytest.raises(ValueError, match="was built for other variables"):
-            bridge.optimizer(theirs, model=constrained())
-
-    def test_params_that_are_not_the_models(self):
-        tx = bridge.optimizer(K.Adam(), model=constrained())
-        with pytest.raises(ValueError, match=r"a/kernel: missing"):
-            tx.init(make_params())
-
-    def test_what_is_no_keras_optimizer(self):
-        with pytest.raises(TypeError, match="optax transformation already"):
-            bridge.optimizer(optax.adam(1e-3))
-
-    def test_an_optax_schedule_where_keras_takes_a_function_of_nothing(self):
-        with pytest.raises(TypeError, match=r"bridge.schedule\(optax_schedule\)"):
-            bridge.optimizer(K.SGD(optax.linear_schedule(1.0, 0.0, 10)))
-
-    def test_a_multi_optimizer_by_function_needs_the_model(self):
-        model, inner = constrained(), K.SGD(0.1)
-        theirs = K.MultiOptimizer(lambda variable: inner)
-        with pytest.raises(ValueError, match="model=model"):
-            bridge.optimizer(theirs)
-        tx = bridge.optimizer(theirs, model=model)
-        assert isinstance(bridge.create_state(model, tx).opt_state, KerasOptState)
-        assert not inner.built
+def test_a_multi_optimizer_may_choose_by_a_function():
+    model, inner = constrained(), K.SGD(0.1)
+    tx = bridge.optimizer(K.MultiOptimizer(lambda variable: inner), model=model)
+    assert isinstance(bridge.create_state(model, tx).opt_state, KerasOptState)
+    assert not inner.built
 
 
 @pytest.mark.parametrize("make", ["optimizer", "constraints"])
