@@ -1,7 +1,9 @@
 """Tables as text."""
 
 import io
+from collections.abc import Collection, Iterable, Sequence
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -23,3 +25,23 @@ def render(table: Table, width: int = 100_000) -> str:
     with console.capture() as capture:
         console.print(table)
     return "\n".join(line.rstrip() for line in capture.get().strip("\n").splitlines())
+
+
+def sheet(
+    columns: Sequence[str], *sections: Iterable[Sequence[str]], numbers: Collection[str] = ()
+) -> str:
+    """Returns a table in ASCII, never cut to the width of a terminal.
+
+    Args:
+      columns: The headers of the columns.
+      *sections: Rows, with a line between two sections.
+      numbers: The headers of the columns to align on the right.
+    """
+    table = Table(box=box.ASCII2)
+    for name in columns:
+        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+    for rows in sections:
+        for row in rows:
+            table.add_row(*row)
+        table.add_section()
+    return render(table)

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import primitives
 
-from functrain.common import _hlo, _repr
+from functrain.common import _hlo, _repr, _tree
 from functrain.common._platform import compiling_for, platform_of
+from functrain.common._table import sheet
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
 from functrain.engine._programs import prefers_static_length
-from functrain.inspect._fit_program import FitProgram, compile_program, lower_fit
-from functrain.inspect._sheet import sheet
+from functrain.inspect._fit_program import compile_program, lower_fit
 from functrain.rewrites import Mode
-from functrain.rewrites._equations import walk_equations
+from functrain.rewrites._equations import avals, walk_equations
 from functrain.sharding._collectives import Traffic, collectives
 from functrain.targets._chips import Chip
 from functrain.targets._target import Target
@@ -233,7 +233,8 @@ def cost(
         if cycles[name] / clock or kernels[name]
     ]
     layers.sort(key=lambda layer: (layer.seconds, layer.kernels), reverse=True)
-    flops, devices = product_flops(step, program), _device_count(program.carry)
+    flops = product_flops(trace_step(step, program.carry, _tree.shapes(batch)))
+    devices = _device_count(program.carry)
     total_kernels = kernels.total() / steps
     seconds, basis = cycles.total() / clock / steps, "the TPU compiler's cycles"
     if not seconds:
@@ -281,29 +282,29 @@ def layer_name(op_name: str) -> str:
     return "loss" if is_differentiated else "other"
 
 
-def product_flops(step: Any, program: FitProgram) -> int:
-    """Returns the operations of all products and convolutions of a step, on all devices."""
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), program.chunk)
-    with tracing_guards(), compiling_for(platform_of(program.carry)):
-        closed = jax.make_jaxpr(lambda *args: step(*args))(program.carry, batch)
+def product_flops(jaxpr: Any) -> int:
+    """Returns the operations of all products and convolutions of a program, on all devices."""
     total = 0
-    for eqn, _, executions in walk_equations(closed.jaxpr):
+    for eqn, _, executions in walk_equations(jaxpr):
+        shapes = [tuple(aval.shape) for aval in avals(eqn)]
         if eqn.primitive is primitives.dot_general_p:
             (contracted, _), _ = eqn.params["dimension_numbers"]
-            terms = math.prod(_shape(eqn.invars[0])[axis] for axis in contracted)
+            terms = math.prod(shapes[0][axis] for axis in contracted)
         elif eqn.primitive is primitives.conv_general_dilated_p:
-            numbers = eqn.params["dimension_numbers"]
-            kernel = _shape(eqn.invars[1])
             # Every output is a sum over the kernel, without its axis of output features.
-            terms = math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+            features = eqn.params["dimension_numbers"].rhs_spec[0]
+            terms = math.prod(shapes[1]) // shapes[1][features]
         else:
             continue
-        total += 2 * executions * terms * math.prod(_shape(eqn.outvars[0]))
+        total += 2 * executions * terms * math.prod(shapes[-1])
     return total
 
 
-def _shape(variable: Any) -> tuple[int, ...]:
-    return tuple(variable.aval.shape)
+def trace_step(step: Any, state: PyTree, batch: PyTree) -> Any:
+    """Returns the jaxpr of a step, for the devices of its state."""
+    with tracing_guards(), compiling_for(platform_of(state)):
+        # A new function: jax would reuse a trace of the step that was made without the guards.
+        return jax.make_jaxpr(lambda *args: step(*args))(state, batch)
 
 
 def _roofline(chip: Chip, flops: float, moved: float, kernels: float) -> tuple[float, str]:

@@ -1,11 +1,9 @@
 """A table of the operations of a function that are rewritten, with reasons."""
 
 import dataclasses
-import functools
-import inspect
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from jax.extend import core
 from jax.extend.core import primitives
@@ -20,11 +18,11 @@ from functrain.rewrites._equations import (
     describe_types,
     is_apart,
     is_entered,
-    walk_equations,
+    open_jaxpr,
 )
 from functrain.rewrites._optimize import Mode, Untraceable
 from functrain.rewrites._pass import inline_calls
-from functrain.rewrites._rewrite import select_rewrite
+from functrain.rewrites._rewrite import Rewrite, select_rewrite
 from functrain.rewrites._rounding import find_inexact
 
 _WIDTH = 80  # columns of a terminal
@@ -63,7 +61,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Explanation:
-    """The result of `explain_rewrites`; prints as a table of at most 80 columns.
+    """The result of `explain_rewrites`; prints as text of at most 80 columns.
 
     Attributes:
       rows: The equations for which there is a rewrite, in the order of the program; products,
@@ -81,26 +79,18 @@ class Explanation:
     note: str
 
     def __repr__(self) -> str:
-        plural = "s" * (self.others != 1)
-        others = f"{self.others} equation{plural} without a rewrite."
+        others = f"{self.others} equation{'' if self.others == 1 else 's'} without a rewrite."
         if not self.rows:
             return _wrap(f"{self.note or 'Nothing to rewrite.'} {others if self.others else ''}")
         lines = [_wrap(line) for line in self.note.splitlines()]
-        return "\n".join([*lines, *_table_lines(self.rows), f"And {others}"])
-
-
-def _table_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields the lines of the table: three cells a row, and below them what is too long for one."""
-    table = [("operation", "count", "rewritten by", "types", "reason", "first location")]
-    for row in rows:
-        details = row.shapes, row.reason, row.location
-        table.append((row.primitive, str(row.count), row.rule or "-", *details))
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for operation, count, rule, types, reason, location in table:
-        yield f"{operation:<{widths[0]}}  {count:>{widths[1]}}  {rule}"
-        yield _wrap(types, indent="    ")
-        yield _wrap(reason, indent="    ")
-        yield f"    {_repr.shorten_start(location, _WIDTH - 4)}"
+        for row in self.rows:
+            lines += [
+                f"{row.count} x {row.primitive}: {row.rule or 'not rewritten'}",
+                _wrap(row.shapes, indent="    "),
+                _wrap(row.reason, indent="    "),
+                f"    {_repr.shorten_start(row.location, _WIDTH - 4)}",
+            ]
+        return "\n".join([*lines, f"And {others}"])
 
 
 def _wrap(text: str, indent: str = "") -> str:
@@ -129,7 +119,7 @@ def explain_rewrites(
       **kwargs: The keyword arguments of `fn`.
 
     Returns:
-      An `Explanation`; print it for a table. It has a row for each kind of equation for which there
+      An `Explanation`; print it for a text. It has a row for each kind of equation for which there
       is a rewrite, with the rewrite or the reason to keep the equation. A note says why nothing is
       rewritten: `fn` cannot be traced, a rewrite failed, or rewrites are off for this backend.
 
@@ -150,7 +140,6 @@ def explain_rewrites(
     """
     platform = platform_of((args, kwargs))
     chosen = _optimize.resolve_mode(rewrites, platform)
-    _check_arguments(fn, args, kwargs)
     if args:
         args = traits_of(fn).wrap_state(args[0]), *args[1:]
     try:
@@ -161,76 +150,60 @@ def explain_rewrites(
         return Explanation((), 0, f"The function runs unchanged: {error}")
     if chosen == "off":
         note = f"The function runs unchanged: rewrites are off (platform: {platform})."
-        return _explanation(closed, platform, lambda eqn, _: _keep(eqn, "rewrites are off"), note)
+        return _explain(_walk(closed, obstacle="rewrites are off"), (), note)
     if platform != "cpu":
         closed = inline_calls(closed)
     failures = _optimize.rewrite_or_keep(closed, chosen, platform)[1]
-    note = "\n".join(map("A rewrite failed and is not used: {}".format, failures))
+    note = "\n".join(f"A rewrite failed and is not used: {failure}" for failure in failures)
     failed = [getattr(failure, "rewrite", None) for failure in failures]
     # A failure that is not due to a certain rewrite turns off all of them.
     usable = [] if None in failed else _optimize.rules_for(platform)
     rules = [rule for rule in usable if rule not in failed]
-    jaxprs_apart = {
-        id(jaxpr)
-        for eqn, *_ in walk_equations(closed)
-        if is_apart(eqn)
-        for body in core.jaxprs_in_params(eqn.params)
-        for _, jaxpr, _ in walk_equations(body)
-    }
-
-    @functools.cache
-    def inexact(jaxpr: core.Jaxpr) -> set[Any]:
-        return find_inexact(jaxpr, is_apart=id(jaxpr) in jaxprs_apart)
-
-    def verdict(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> tuple[str, str]:
-        """Returns the name and reason of the rule, or "" and the reason to keep the equation."""
-        selected = select_rewrite(rules, eqn, jaxpr)
-        if selected is None:
-            return _keep(eqn, "no rewrite is known to be faster here")
-        rule, _ = selected
-        if chosen == "auto":
-            return rule.name, rule.reason
-        exact = select_rewrite(rules, eqn, jaxpr, exact_only=True)
-        if exact and not inexact(jaxpr).intersection(eqn.outvars):
-            return exact[0].name, exact[0].reason
-        return "", f'{rule.name} changes last bits; rewrites="auto" uses it'
-
-    return _explanation(closed, platform, verdict, note)
+    return _explain(_walk(closed), rules, note, is_exact=chosen == "exact")
 
 
-def _check_arguments(fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raises TypeError unless the function takes these arguments."""
-    try:
-        signature = inspect.signature(fn)
-    except (TypeError, ValueError):
-        # It has no signature, or is not callable: tracing raises an error for the latter.
-        return
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        raise TypeError(
-            "explain_rewrites: expected the arguments of fn after it, explain_rewrites(fn, *args) "
-            f"with fn{signature}, got others: {error}. A step takes (state, batch); "
-            "train_step(loss_fn, tx) makes a step from a loss."
-        ) from None
+class _Location(NamedTuple):
+    """An equation, and what is around it.
+
+    Attributes:
+      eqn: The equation.
+      jaxpr: The jaxpr that contains it.
+      is_apart: True in a loop or a branch.
+      obstacle: The reason that no rewrite may reach it, or "".
+    """
+
+    eqn: core.JaxprEqn
+    jaxpr: Any
+    is_apart: bool
+    obstacle: str
 
 
-def _explanation(
-    closed: Any,
-    platform: str,
-    verdict: Callable[[core.JaxprEqn, core.Jaxpr], tuple[str, str]],
-    note: str,
+def _walk(jaxpr: Any, is_apart_already: bool = False, obstacle: str = "") -> Iterator[_Location]:
+    """Yields every equation of a jaxpr, and those inside of them."""
+    for eqn in jaxpr.eqns:
+        yield _Location(eqn, open_jaxpr(jaxpr), is_apart_already, obstacle)
+        not_entered = f"inside {eqn.primitive.name}, which no rewrite may enter"
+        inner_obstacle = obstacle or ("" if is_entered(eqn) else not_entered)
+        for inner in core.jaxprs_in_params(eqn.params):
+            yield from _walk(inner, is_apart_already or is_apart(eqn), inner_obstacle)
+
+
+def _explain(
+    locations: Iterable[_Location], rules: Sequence[Rewrite], note: str, *, is_exact: bool = False
 ) -> Explanation:
-    """Groups equal equations into rows; `verdict` returns the rule and the reason for each."""
+    """Groups equal equations into rows."""
     primitives_with_rules = {rule.primitive for rule in _optimize.REWRITES}
     groups: dict[tuple[str, ...], list[core.JaxprEqn]] = {}
     others = 0
-    for eqn, jaxpr, obstacle in _all_equations(closed):
-        rule, reason = _keep(eqn, obstacle) if obstacle else verdict(eqn, jaxpr)
-        if eqn.primitive not in primitives_with_rules or not (rule or reason):
+    for location in locations:
+        eqn = location.eqn
+        rule, reason = _verdict(location, rules, is_exact=is_exact)
+        is_listed = rule or eqn.primitive not in _COMMON
+        if eqn.primitive in primitives_with_rules and is_listed:
+            key = eqn.primitive.name, describe_types(eqn), rule, reason
+            groups.setdefault(key, []).append(eqn)
+        else:
             others += 1
-            continue
-        groups.setdefault((eqn.primitive.name, describe_types(eqn), rule, reason), []).append(eqn)
     rows = [
         Row(name, shapes, len(eqns), rule, reason, describe_location(eqns[0]))
         for (name, shapes, rule, reason), eqns in groups.items()
@@ -238,17 +211,18 @@ def _explanation(
     return Explanation(tuple(rows), others, note)
 
 
-def _keep(eqn: core.JaxprEqn, reason: str) -> tuple[str, str]:
-    """Returns no rule, and the reason to keep an equation, which is "" for common ones."""
-    return "", "" if eqn.primitive in _COMMON else reason
-
-
-def _all_equations(jaxpr: Any) -> Iterator[tuple[core.JaxprEqn, core.Jaxpr, str]]:
-    """Yields each equation, its jaxpr, and the reason that no rewrite may reach it, or ""."""
-    for eqn, parent, _ in walk_equations(jaxpr):
-        yield eqn, parent, ""
-        if not is_entered(eqn):
-            obstacle = f"inside {eqn.primitive.name}, which no rewrite may enter"
-            for body in core.jaxprs_in_params(eqn.params):
-                for inner_eqn, inner_jaxpr, _ in _all_equations(body):
-                    yield inner_eqn, inner_jaxpr, obstacle
+def _verdict(location: _Location, rules: Sequence[Rewrite], *, is_exact: bool) -> tuple[str, str]:
+    """Returns the name and reason of the rule, or "" and the reason to keep the equation."""
+    eqn, jaxpr, is_apart_already, obstacle = location
+    if obstacle:
+        return "", obstacle
+    selected = select_rewrite(rules, eqn, jaxpr)
+    if selected is None:
+        return "", "no rewrite is known to be faster here"
+    auto_rule = selected[0]
+    if not is_exact:
+        return auto_rule.name, auto_rule.reason
+    exact = select_rewrite(rules, eqn, jaxpr, exact_only=True)
+    if exact and not find_inexact(jaxpr, is_apart=is_apart_already).intersection(eqn.outvars):
+        return exact[0].name, exact[0].reason
+    return "", f'{auto_rule.name} changes last bits; rewrites="auto" uses it'

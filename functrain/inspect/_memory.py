@@ -10,13 +10,13 @@ import jax
 
 from functrain.common import _repr, _tree
 from functrain.common._platform import platform_of
+from functrain.common._table import sheet
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD
 from functrain.engine._plan import nbytes
 from functrain.inspect._fit_program import compile_program, lower_fit
 from functrain.inspect._leaf import bytes_on_each
-from functrain.inspect._sheet import sheet
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.targets._chips import Chip

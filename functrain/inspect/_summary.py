@@ -2,26 +2,24 @@
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
-from jax.extend import core
-from jax.extend.core import primitives
 from jax.sharding import NamedSharding
 
 from functrain.common import _repr, _tree
+from functrain.common._checks import require
+from functrain.common._table import sheet
 from functrain.common._types import PyTree, Step, traits_of
-from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import nbytes
+from functrain.inspect._cost import product_flops, trace_step
 from functrain.inspect._leaf import bytes_on_each, sharding_of
-from functrain.inspect._sheet import sheet
 from functrain.model._linen import from_linen
 from functrain.model._model import Model
 from functrain.model._nnx import from_nnx
-from functrain.rewrites._compile import jit
-from functrain.rewrites._equations import product_dtypes, walk_equations
+from functrain.rewrites._equations import product_dtypes
 
 
 def summary(
@@ -37,18 +35,15 @@ def summary(
         (`jax.eval_shape`) work as well. Leaves that are not arrays count as 0 elements.
       inputs: A batch of inputs, or their shapes, for a linen module or a `Model`, which holds no
         values. Nothing is computed.
-      step: A step that takes the state, to show its cost; it is compiled for that.
+      step: A step that takes the state, to show its products. It is traced for that.
       batch: One batch for the step, or its shapes.
 
     Returns:
       A row for each leaf: its path, dtype and shape, number of elements, and bytes of one copy
       (``1 KiB`` = 1024 bytes). If leaves are on several devices, also its sharding, and the bytes
-      on each device. With a step, a line with the dtypes of its products of matrices, and one with
-      the FLOPs and the memory traffic of one step of the plain program, as counted by the compiler.
-      The body of a scan, such as that of micro-batches, counts once for each iteration; that of a
-      `while` once, since its length is unknown. For a
-      state on several devices the costs are those of each device, and the line says if loop bodies
-      count once. The table is never cut to the width of a terminal.
+      on each device. With a step, the dtypes of its products of matrices and convolutions, and
+      their FLOPs on all devices; the body of a scan, such as that of micro-batches, counts once
+      for each iteration, that of a `while` once. The table is never cut to the width of a terminal.
 
     Raises:
       TypeError: `state` is neither a pytree of arrays nor a model.
@@ -73,40 +68,37 @@ def summary(
       +---------------------+----------------+-------+---------+
     """
     if (step is None) != (batch is None):
-        raise ValueError(
-            "step and batch: expected both or neither. The cost of a step is shown for one batch."
-        )
+        raise ValueError("step and batch: expected both or neither. A step is traced for a batch.")
     parts = _parts(state, inputs)
     kind = "state" if hasattr(state, "opt_state") else "model"
     everything = parts if parts and kind == "model" else state
     # The first part is the trained one: only its leaves are listed.
-    first_header, listed = next(iter(parts.items()), ("leaf", everything))
-    is_divided = any(map(_spec, jax.tree.leaves(everything)))
-    leaves = [(path, *_cells(leaf, is_divided)) for path, leaf in _tree.leaves_with_path(listed)]
-    # The columns about devices are left out where all leaves are on one device.
-    texts = (first_header, "array", "sharding")[: 2 + is_divided]
-    numbers = ("count", "bytes", "bytes on each device")[: 2 + is_divided]
-    blank = [""] * (len(texts) - 1)
-    trees = {**parts, kind if parts else "": everything}
-    totals = [
-        (f"{name} (total)" if name else "total", *blank, *_sizes(tree, is_divided))
-        for name, tree in trees.items()
+    header, listed = next(iter(parts.items()), ("leaf", everything))
+    leaves = [
+        (path, _tree.strong_spec(leaf), _spec(leaf), *_sizes(leaf))
+        for path, leaf in _tree.leaves_with_path(listed)
     ]
-    table = sheet((*texts, *numbers), leaves, totals, numbers=numbers)
+    totals = [(f"{name} (total)", "", "", *_sizes(tree)) for name, tree in parts.items()]
+    totals.append((f"{kind} (total)" if parts else "total", "", "", *_sizes(everything)))
+    numbers = "count", "bytes", "bytes on each device"
+    columns: tuple[str, ...] = header, "array", "sharding", *numbers
+    rows: list[list[tuple[str, ...]]] = [leaves, totals]
+    if not any(map(_spec, jax.tree.leaves(everything))):
+        columns = _without_devices(columns)
+        rows = [list(map(_without_devices, section)) for section in rows]
+    table = sheet(columns, *rows, numbers=numbers)
     return table if step is None else f"{table}\n{_costs(step, state, batch)}"
 
 
-def _cells(leaf: Any, is_divided: bool) -> tuple[str, ...]:
-    """Returns the cells of a leaf's row, without its path."""
-    spec = _tree.strong_spec(leaf)
-    return (spec, _spec(leaf), *_sizes(leaf, True)) if is_divided else (spec, *_sizes(leaf))
+def _without_devices(row: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns a row without the columns about devices, for leaves that are all on one device."""
+    return row[0], row[1], row[3], row[4]
 
 
-def _sizes(tree: PyTree, is_divided: bool = False) -> tuple[str, ...]:
-    """Returns the cells with the elements and bytes of a tree."""
+def _sizes(tree: PyTree) -> tuple[str, str, str]:
+    """Returns the cells with the elements and the bytes of a tree."""
     count = sum(math.prod(x.shape) for x in filter(_tree.is_array, jax.tree.leaves(tree)))
-    sizes = f"{count:,}", _repr.format_bytes(nbytes(tree)), _repr.format_bytes(bytes_on_each(tree))
-    return sizes[: 2 + is_divided]
+    return f"{count:,}", _repr.format_bytes(nbytes(tree)), _repr.format_bytes(bytes_on_each(tree))
 
 
 def _spec(leaf: Any) -> str:
@@ -124,18 +116,14 @@ def _parts(state: Any, inputs: PyTree) -> Mapping[str, PyTree]:
     if all(hasattr(state, name) for name in names):
         return {name: getattr(state, name) for name in names}
     if (model := _as_model(state)) is not None:
-        if inputs is None and not _is_nnx(state):
-            raise ValueError(
-                f"inputs: expected a batch of inputs, since {type(state).__name__} holds no "
-                "values, got None. Pass inputs=x, or jax.ShapeDtypeStruct(shape, dtype)."
-            )
+        expected = f"a batch of inputs, since {type(state).__name__} holds no values"
+        has_inputs = inputs is not None or _is_nnx(state)
+        require(has_inputs, "inputs", expected, inputs, "Pass jax.ShapeDtypeStruct(shape, dtype).")
         # A model has no opt_state, the last of the names.
         return dict(zip(names, jax.eval_shape(model.init, jax.random.key(0), inputs), strict=False))
-    if jax.tree_util.all_leaves([state]) and not _tree.is_array(state):
-        raise TypeError(
-            "state: expected a TrainState, another pytree of arrays or a model, got "
-            f"{type(state).__name__}."
-        )
+    is_tree = _tree.is_array(state) or not jax.tree_util.all_leaves([state])
+    expected = "a TrainState, another pytree of arrays or a model"
+    require(is_tree, "state", expected, state, error=TypeError)
     return {}
 
 
@@ -155,11 +143,7 @@ def _as_model(module: Any) -> Model | None:
 
 
 def _keras_parts(model: Any) -> Mapping[str, PyTree]:
-    if not model.built:
-        raise ValueError(
-            f"state: expected a built Keras model, got {model.name!r}, which is not built. Call "
-            "it once on a batch, or call model.build(shape)."
-        )
+    require(model.built, "state", "a built Keras model", model.name, "Call model.build(shape).")
     return {
         "trainable": _by_path(model.trainable_variables),
         "non_trainable": _by_path(model.non_trainable_variables),
@@ -177,42 +161,10 @@ def _by_path(variables: Any) -> dict[str, Any]:
 
 
 def _costs(step: Any, state: PyTree, batch: PyTree) -> str:
-    """Returns a line with the cost of one step, as counted by the compiler."""
-    args = traits_of(step).wrap_state(state), batch
-    with tracing_guards():
-        # A new function: jit of the step itself would reuse a trace made without the guards.
-        traced = jit(lambda *args: step(*args)).trace(*args)
-        lowered = traced.lower()
-    flops, traffic = _count(lowered)
-    scans = list(_scans(traced.jaxpr))
-    is_divided = any(map(sharding_of, jax.tree.leaves(args)))
-    # A body alone has no shardings, so the share of one device is unknown.
-    for body, missing_count in () if is_divided else scans:
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in body.in_avals]
-        body_flops, body_traffic = _count(jit(core.jaxpr_as_fun(body)).lower(*shapes))
-        flops, traffic = flops + missing_count * body_flops, traffic + missing_count * body_traffic
-    where = " on each device" * is_divided
-    note = "; the body of each scan counts once" * (is_divided and bool(scans))
-    size = _repr.format_bytes(traffic)
-    products = [f"{count:,} in {dtype}" for dtype, count in product_dtypes(traced.jaxpr).items()]
+    """Returns lines with the products of one step, and their operations."""
+    jaxpr = trace_step(step, traits_of(step).wrap_state(state), batch)
+    products = [f"{count:,} in {dtype}" for dtype, count in product_dtypes(jaxpr).items()]
     return (
         f"products of matrices and convolutions: {', '.join(products) or 'none'}\n"
-        f"one step{where}: {flops:,.0f} FLOPs, {size} of memory read and written{note}"
+        f"FLOPs of the products of one step: {product_flops(jaxpr):,}"
     )
-
-
-def _count(lowered: Any) -> tuple[float, float]:
-    """Returns the FLOPs and the bytes read and written of a program, each loop body once."""
-    costs = lowered.compile().cost_analysis() or {}
-    return costs.get("flops", math.nan), costs.get("bytes accessed", math.nan)
-
-
-def _scans(jaxpr: Any) -> Iterator[tuple[Any, int]]:
-    """Yields the body of each scan, and how many more times it runs than the compiler counts."""
-    for eqn, _, executions in walk_equations(jaxpr):
-        if eqn.primitive is primitives.scan_p:
-            length, unroll = eqn.params["length"], eqn.params["unroll"]
-            # A loop of unrolled bodies, which counts once, and the remaining bodies.
-            counted = length if unroll >= length else unroll + length % unroll
-            if length > counted:
-                yield eqn.params["jaxpr"], executions * (length - counted)

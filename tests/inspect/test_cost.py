@@ -19,8 +19,8 @@ from functrain.inspect._cost import (
     Layer,
     layer_name,
     product_flops,
+    trace_step,
 )
-from functrain.inspect._fit_program import lower_fit
 from functrain.sharding import Traffic
 from functrain.targets import Chip
 
@@ -33,7 +33,7 @@ def f32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def flops(step: Any, state: Any, batch: Any) -> int:
-    return product_flops(step, lower_fit(state, step, batch, fuse=2))
+    return product_flops(trace_step(step, state, batch))
 
 
 # --- operations ----------------------------------------------------------------------------------

@@ -69,12 +69,11 @@ def test_a_row_tells_what_replaces_an_equation_and_why() -> None:
 
 
 @pytest.mark.usefixtures("sin_to_cos")
-def test_a_table_holds_every_row() -> None:
+def test_the_text_holds_every_row() -> None:
     text = str(explain_rewrites(lambda x: lax.exp(lax.sin(x)), X))
     lines = [line.strip() for line in text.splitlines()]
-    assert lines[:4] == ["operation  count  rewritten by", "types", "reason", "first location"]
-    assert lines[4:7] == ["sin            1  sin_to_cos", "float32[8] -> float32[8]", "it shows"]
-    assert lines[7].startswith("test_explain_rewrites.py:")
+    assert lines[:3] == ["1 x sin: sin_to_cos", "float32[8] -> float32[8]", "it shows"]
+    assert lines[3].startswith("test_explain_rewrites.py:")
     assert text.endswith("And 1 equation without a rewrite.")
 
 
@@ -231,15 +230,6 @@ def test_a_step_that_is_fused_can_be_explained() -> None:
     assert (
         rules == {row.rule for row in explain_rewrites(step, *abstract).rows} == {"depthwise_conv"}
     )
-
-
-def test_a_function_without_its_arguments_is_refused_with_what_it_takes() -> None:
-    def loss_fn(params, model_state, batch, *, rng, training):
-        raise AssertionError("never traced")
-
-    for arguments in ((), (1, 2), (1, 2, 3, 4)):
-        with pytest.raises(TypeError, match=r"expected the arguments.*\(params, model_st"):
-            explain_rewrites(loss_fn, *arguments)
 
 
 def test_steps_and_states_that_do_not_go_together_are_told_how_they_do() -> None:

@@ -135,7 +135,9 @@ def test_a_keras_model_is_summed_up_as_keras_counts_it():
 def test_what_has_no_values_to_sum_up_is_refused():
     with pytest.raises(ValueError, match=r"expected a built Keras model.*model\.build"):
         summary(keras.Sequential([keras.layers.Dense(8)]))
-    with pytest.raises(TypeError, match=r"state: expected a TrainState.*got builtin_function"):
+    with pytest.raises(
+        TypeError, match=r"state: expected a TrainState.*got <built-in function len>"
+    ):
         summary(len)
 
 
@@ -149,9 +151,12 @@ def test_where_leaves_lie_is_shown_where_they_are_divided():
     assert table["total"][2:] == ("40", "160 B", "96 B")
 
 
-# Its program is one that XLA compiles wrongly, and the first of them in a process warns.
-@pytest.mark.filterwarnings("ignore::functrain.inspect.MiscompilationWarning")
-def test_the_operations_of_a_step_are_those_of_its_products():
+def flops(text):
+    return int(text.splitlines()[-1].split()[-1].replace(",", ""))
+
+
+@pytest.mark.parametrize("metrics", [None, {"mean": ft.metrics.mean_loss()}])
+def test_the_operations_of_a_step_are_those_of_its_products(metrics):
     def loss_fn(params, model_state, batch, *, rng, training):
         return jnp.mean(batch @ params["w"]), ft.Aux(model_state)
 
@@ -159,37 +164,15 @@ def test_the_operations_of_a_step_are_those_of_its_products():
     tx = optax.sgd(0.1)
     state = ft.TrainState.create(params={"w": jnp.ones((i, o))}, tx=tx)
     batch = jax.ShapeDtypeStruct((b, i), jnp.float32)
-    for metrics in (None, {"mean": ft.metrics.mean_loss()}):
-        step = ft.train_step(loss_fn, tx, metrics=metrics)
-        text = summary(state, step=step, batch=batch)
-        flops = int(text.splitlines()[-1].split()[2].replace(",", ""))
-        products = 2 * (2 * b * i * o)  # forward, and the gradient of w
-        assert products <= flops <= products + 8 * (b * o + i * o)
+    step = ft.train_step(loss_fn, tx, metrics=metrics)
+    text = summary(state, step=step, batch=batch)
+    assert flops(text) == 2 * (2 * b * i * o)  # forward, and the gradient of w
+    assert "products of matrices and convolutions: 2 in float32\n" in text
     with pytest.raises(ValueError, match="step and batch: expected both or neither"):
         summary(state, step=step)
 
 
-def flops(text):
-    return int(text.splitlines()[-1].split("FLOPs")[0].split()[-1].replace(",", ""))
-
-
 def test_the_body_of_a_loop_counts_as_often_as_it_runs():
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
-
-    tx = optax.sgd(0.1)
-    state = ft.TrainState.create(params={"w": jnp.ones((64, 128))}, tx=tx)
-    batch = jax.ShapeDtypeStruct((40, 64), jnp.float32)
-    product = 2 * 40 * 64 * 128
-    for size in (40, 10, 12, 2):  # 12: three of them, and a last one of 4
-        step = ft.train_step(ft.micro_batches(loss_fn, size), tx)
-        count = flops(summary(state, step=step, batch=batch))
-        # Forward, and the gradient of w; each micro-batch adds its gradients to the sums.
-        assert 2 * product <= count <= 2 * product + (40 / size + 2) * 8 * (64 * 128 + size * 128)
-
-
-@pytest.mark.parametrize("unroll", [1, 2, 3, 7])
-def test_nested_and_unrolled_loops_count_all_iterations(unroll):
     def step(state, batch):
         def inner(x, _):
             return jnp.tanh(x) @ batch, None
@@ -197,20 +180,7 @@ def test_nested_and_unrolled_loops_count_all_iterations(unroll):
         def outer(x, _):
             return jax.lax.scan(inner, x, None, length=5)[0], None
 
-        return jax.lax.scan(outer, state, None, length=7, unroll=unroll)[0], {}
+        return jax.lax.scan(outer, state, None, length=7, unroll=3)[0], {}
 
     shape = jax.ShapeDtypeStruct((32, 32), jnp.float32)
-    count = flops(summary(shape, step=step, batch=shape))
-    products = 7 * 5 * 2 * 32**3
-    assert products <= count <= 1.2 * products
-
-
-def test_the_cost_of_each_device_says_how_it_counts_loops():
-    def step(state, batch):
-        return jax.lax.scan(lambda x, _: (x @ batch, None), state, None, length=7)[0], {}
-
-    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
-    state = jax.device_put(jnp.ones((32, 32)), jax.NamedSharding(mesh, jax.P("data")))
-    last_line = summary(state, step=step, batch=jnp.ones((32, 32))).splitlines()[-1]
-    assert last_line.startswith("one step on each device: ")
-    assert last_line.endswith("; the body of each scan counts once")
+    assert flops(summary(shape, step=step, batch=shape)) == 7 * 5 * 2 * 32**3
