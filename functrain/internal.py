@@ -63,7 +63,7 @@ from functrain.rewrites import Mode as Mode
 from functrain.rewrites import resolve_mode as resolve_mode
 from functrain.rewrites._compile import jit as jit
 from functrain.sharding._rules import require_fitting_spec as require_fitting_spec
-from functrain.step._notes import add_notes as add_notes
+from functrain.step._notes import error_notes as error_notes
 from functrain.step._state import check_tx as check_tx
 from functrain.targets._chips import accelerator_of as accelerator_of
 from functrain.tx._extra_args import with_any_extra_args as with_any_extra_args

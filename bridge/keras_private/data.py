@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     """Keras's iterator over the steps of epochs, with batches left on the host.
 
     Attributes:
-      begin_pass: Makes the iterator over the batches of one pass.
+      arrays: The data if they are dense arrays; then rows are yielded in place of batches.
       fetched: Number of batches fetched from the current pass.
       random_state: What `random_state` returned when the first of them was fetched.
       pass_number: The `adapter_epoch` at that time.
@@ -27,19 +27,24 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
       missing: The number of a batch that was begun, only to find that the data have run out.
     """
 
-    begin_pass: Callable[[], Iterator[Any]]
+    arrays: "ArrayBatches | None" = None
     fetched = 0
     before_fetch: Callable[[int], None] | None = None
     missing: int | None = None
     random_state: Any = None
     pass_number: int | None = None
 
+    def batch_of(self, item: Any) -> Any:
+        """Returns the batch of an item that the iterator over batches has yielded."""
+        return item if self.arrays is None else self.arrays.take(item)
+
     # The base class puts every batch on the devices. Here whole chunks are put there.
     def _get_iterator(self) -> Iterator[Any]:
         self.fetched = 0
-        return self._count(self.begin_pass())
+        is_array = self.arrays is not None
+        return self._count(self.arrays if is_array else self.data_adapter.get_jax_iterator())
 
-    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _count(self, batches: Iterable[Any]) -> Iterator[Any]:
         # A checkpoint within the epoch stores this, to draw the same order again.
         self.random_state = random_state()
         self.pass_number = adapter_epoch(self)
@@ -48,7 +53,7 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
             yield batch
 
 
-def epochs(make_pass: Callable[[Any], Callable[[], Iterator[Any]]], **arguments: Any) -> Any:
+def epochs(**arguments: Any) -> Any:
     """Returns Keras's EpochIterator, which understands all data that `fit` does.
 
     Subclasses `JAXEpochIterator`, and overrides `_get_iterator`; checked with Keras 3.15.1.
@@ -56,12 +61,11 @@ def epochs(make_pass: Callable[[Any], Callable[[], Iterator[Any]]], **arguments:
     and the like.
 
     Args:
-      make_pass: Given the data adapter, returns a function that begins a pass over its batches.
       **arguments: Those of `EpochIterator`: x, y, sample_weight, batch_size, ...
     """
     with _without_auto_sharding():
         iterator = _Epochs(**arguments)
-    iterator.begin_pass = make_pass(iterator.data_adapter)
+    iterator.arrays = _array_batches(iterator.data_adapter)
     return iterator
 
 
@@ -182,7 +186,7 @@ def _dtype_names(x: Any) -> str:
     return ", ".join(sorted(set(map(str, dtypes))))
 
 
-def array_batches(adapter: Any) -> "ArrayBatches | None":
+def _array_batches(adapter: Any) -> "ArrayBatches | None":
     """Returns the data of an adapter if they are dense arrays, else None.
 
     Reads `ArrayDataAdapter._inputs`, `_num_samples`, `_batch_size` and `_size`, and calls
@@ -207,50 +211,58 @@ def _is_dense(x: Any) -> bool:
         array_slicing.PandasDataFrameSliceable,
         array_slicing.PandasSeriesSliceable,
     )
-    return isinstance(array_slicing.convert_to_sliceable(x, target_backend="jax"), dense)
+    return isinstance(_sliceable(x), dense)
 
 
 class ArrayBatches:
-    """The arrays of an `ArrayDataAdapter`, and the order of one pass over them."""
+    """The arrays of an `ArrayDataAdapter`, and the order of one pass over them.
+
+    Attributes:
+      first_size: The number of rows in the first batch.
+    """
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
+        self.first_size = int(min(adapter._batch_size, adapter._num_samples))
         self._sliceables: Any = None
         self._first_row: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rows of every batch, a slice or `i64[B]`, and B.
-
-        The order of the examples is that of `model.fit`.
-        """
+        """Yields the rows of every batch, a slice or `i64[B]`, in the order of `model.fit`."""
         # For each pass, as in Keras: this may cast the arrays, which callbacks may change in place.
-        self._sliceables = array_slicing.convert_to_sliceable(
-            self._adapter._inputs, target_backend="jax"
-        )
+        self._sliceables = _sliceable(self._adapter._inputs)
         # Keras's own loop slices one leaf, 0, by a function that returns the rows instead: whole
         # chunks are then taken at once.
-        for rows in self._adapter._get_iterator(lambda leaf, indices: indices, 0):
-            count = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-            yield rows, count
+        yield from self._adapter._get_iterator(lambda leaf, indices: indices, 0)
 
     def shapes(self, size: int) -> Any:
         """Returns the shapes and dtypes of a batch of `size` rows."""
         # Taking a row shows the dtypes after Keras's conversion, such as floatx for floats.
         if self._first_row is None:
-            self._first_row = self.take(slice(0, 1))
+            first = keras.tree.map_structure(
+                lambda x: x[:1], self._adapter._inputs, none_is_leaf=False
+            )
+            self._first_row = _take(_sliceable(first), slice(0, 1))
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._first_row
         )
 
     def take(self, rows: Any) -> Any:
         """Returns rows of all arrays, as Keras passes them to a step; a pass must have begun."""
+        return _take(self._sliceables, rows)
 
-        def convert(sliceable: Any) -> Any:
-            array = sliceable.convert_to_jax_compatible(sliceable[rows])
-            # JAX accepts arrays in the byte order of the machine only.
-            return array.astype(array.dtype.newbyteorder("="), copy=False)
 
-        return keras.tree.map_structure(convert, self._sliceables, none_is_leaf=False)
+def _sliceable(arrays: Any) -> Any:
+    return array_slicing.convert_to_sliceable(arrays, target_backend="jax")
+
+
+def _take(sliceables: Any, rows: Any) -> Any:
+    def convert(sliceable: Any) -> Any:
+        array = sliceable.convert_to_jax_compatible(sliceable[rows])
+        # JAX accepts arrays in the byte order of the machine only.
+        return array.astype(array.dtype.newbyteorder("="), copy=False)
+
+    return keras.tree.map_structure(convert, sliceables, none_is_leaf=False)
 
 
 def full_batches(iterator: Any) -> int | None:

@@ -6,6 +6,7 @@ from typing import Any
 import keras
 
 from bridge.keras_private.optimizers import atomic_build
+from bridge.keras_private.trainer_state import reattach
 
 
 def is_trainer(model: Any) -> bool:
@@ -28,7 +29,7 @@ def build(model: keras.Model, batch: Any) -> None:
         model._symbolic_build(data_batch=batch)
 
 
-def build_from(model: keras.Model, iterator: Any) -> None:
+def build_from(model: keras.Model, epochs: Any) -> None:
     """Builds as `build` does, for the first batch of `epochs`, and resets them to their start.
 
     Calls `Trainer._symbolic_build`, which fetches that batch only if something is not built, so
@@ -37,12 +38,16 @@ def build_from(model: keras.Model, iterator: Any) -> None:
 
     # Keras needs arrays for their shapes, and rows of arrays have not been taken yet.
     def batches() -> Iterator[Any]:
-        for begin, end, items in iterator:
-            yield begin, end, (item.arrays() for item in items)
+        for begin, end, items in epochs:
+            yield begin, end, map(epochs.batch_of, items)
 
-    with atomic_build(getattr(model, "optimizer", None)):
-        model._symbolic_build(iterator=batches())
-    iterator.reset()
+    try:
+        with atomic_build(getattr(model, "optimizer", None)):
+            model._symbolic_build(iterator=batches())
+        epochs.reset()
+    finally:
+        # The data may have called a loop of Keras's that failed.
+        reattach(model)
 
 
 def is_built(model: keras.Model) -> bool:
@@ -55,28 +60,19 @@ def is_built(model: keras.Model) -> bool:
     return all(part is None or part.built for part in parts)
 
 
-def compiled_parts(model: keras.Model) -> list[Any]:
-    """Returns the objects that `compile` made. If they change, a compiled step is out of date.
+def owner_of_step(model: keras.Model, kind: str) -> Any:
+    """Returns the function in which Keras keeps a compiled step, which lives as long as the step.
 
-    Reads `Trainer._compile_loss`, `_compile_metrics` and `_loss_tracker`; checked with Keras
-    3.15.1. Without it a step compiled before `model.compile` would run after it.
-    """
-    names = ("_compile_loss", "_compile_metrics", "_loss_tracker", "optimizer")
-    return [getattr(model, name, None) for name in names]
-
-
-def step_function(model: keras.Model, kind: str) -> Any:
-    """Returns the function in which Keras keeps a model's compiled step, for its identity.
-
-    Reads `train_function`, `test_function` or `predict_function` and calls the method that makes
-    it, unless the model has its own; checked with Keras 3.15.1. `compile` removes the function and
-    `make_train_function(force=True)` makes another one. Without it a step compiled before would run
-    after them.
+    Reads `train_function`, `test_function` or `predict_function` after it called the method that
+    makes it; of a class with its own such method, reads `Trainer._loss_tracker`. Checked with Keras
+    3.15.1. `compile` replaces both, and `make_train_function(force=True)` the function. Without it
+    a step compiled before would run after them.
     """
     make = f"make_{kind}_function"
-    if getattr(type(model), make) is getattr(keras.Model, make, None):
-        getattr(model, make)()
-    return getattr(model, f"{kind}_function", None)
+    if getattr(type(model), make) is not getattr(keras.Model, make, None):
+        return model._loss_tracker or model
+    getattr(model, make)()
+    return getattr(model, f"{kind}_function")
 
 
 def initial_epoch(model: keras.Model) -> int | None:

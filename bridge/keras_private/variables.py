@@ -31,7 +31,8 @@ def temporary_values(pairs: Iterable[tuple[Any, Any]]) -> Iterator[None]:
             swap_value(variable, value)
         yield
     finally:
-        for variable, value in old_pairs:
+        # A variable may be among them twice.
+        for variable, value in reversed(old_pairs):
             swap_value(variable, value)
 
 

@@ -113,6 +113,15 @@ def variable_lists(model: keras.Model) -> dict[str, Variables]:
     }
 
 
+def variable_paths(model: keras.Model) -> dict[str, str]:
+    """Returns the path of each variable, by the path of its value in a KerasState."""
+    paths: dict[str, str] = {}
+    for name, variables in variable_lists(model).items():
+        for i, variable in enumerate(variables):
+            paths[f"{name}/{i}"] = variable.path
+    return paths
+
+
 def variable_values(model: keras.Model, fields: Collection[str] = FIELDS) -> KerasState:
     """Returns the arrays of a model's variables, not copied. Lists not in `fields` are empty."""
     values: dict[str, list[jax.Array]] = {}

@@ -2,19 +2,16 @@
 
 Files:
   _fit: the three functions, with the arguments of Keras's methods
-  _checks: checks of their arguments, before anything is done
-  _data_advice: warnings about arrays and losses that train without an error, and learn little
+  _checks: checks of their arguments, before the first callback and step
   _runs: runs of functrain with a model's state, steps, batches and callbacks
   _hook: the hook that calls Keras's callbacks
-  _memory: the states of callbacks and random generators in a checkpoint
-  _model_values: the model's values, which its variables or a run have, one at a time
-  _reports: the memory and the cost of training on devices that need not be there
-  _steps: a compiled model's steps as functrain steps
-  _batches: batches of everything that `fit` accepts
   _callbacks: the callbacks' batch methods, and which callbacks are called
   _loggers: functrain's loggers as callbacks
-  _compiling: a model's compiled programs, and how long they are cached
-  _carried: metrics that a layer updates inside its `call`
+  _memory: the states of callbacks and random generators in a checkpoint
+  _model_values: the model's values, which its variables or a run have, one at a time
+  _batches: batches of everything that `fit` accepts
+  _steps: a compiled model's steps as functrain steps
+  _reports: the memory and the cost of training on devices that need not be there
 """
 
 from bridge.train._fit import evaluate as evaluate

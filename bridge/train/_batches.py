@@ -24,6 +24,7 @@ from functrain.internal import (
     host_batch,
     is_cheap_to_read,
     pad_chunk,
+    require,
     require_integers_fit,
     stack_batches,
 )
@@ -37,31 +38,10 @@ class BatchEvents(NamedTuple):
 
 
 class KerasBatch(NamedTuple):
-    """A batch of Keras's iterator.
-
-    Attributes:
-      content: The batch; or its rows, a slice or `i64[B]`, if `source` is not None.
-      source: The arrays from which the rows will be taken; None for any other batch.
-      examples: The number of rows.
-      events: Its batch events.
-    """
+    """A batch of Keras's iterator; of arrays only its rows, a slice or `i64[B]`."""
 
     content: Any
-    source: keras_private.data.ArrayBatches | None = None
-    examples: int = 0
-    events: BatchEvents | None = None
-
-    def arrays(self) -> PyTree:
-        """Returns the batch."""
-        return self.content if self.source is None else self.source.take(self.content)
-
-    def shapes(self) -> PyTree:
-        """Returns the batch, or only its shapes if its rows have not been taken."""
-        return self.content if self.source is None else self.source.shapes(self.examples)
-
-    def signature(self) -> Any:
-        """Returns a value that is equal for two batches that can be stacked."""
-        return self.examples if self.source is not None else batch_signature(self.content)
+    events: BatchEvents
 
 
 class KerasBatches(Batches):
@@ -70,6 +50,9 @@ class KerasBatches(Batches):
     Args:
       epochs: Keras's EpochIterator, from `keras_private.data.epochs`.
       place: Puts a chunk on the devices.
+
+    Attributes:
+      arrays: The data if they are dense arrays, whose rows are taken for a whole chunk; else None.
     """
 
     # The argument that errors about the data name.
@@ -77,6 +60,7 @@ class KerasBatches(Batches):
 
     def __init__(self, epochs: Any, place: Callable[[PyTree], PyTree]) -> None:
         self.data, self._place = epochs, place
+        self.arrays: keras_private.data.ArrayBatches | None = epochs.arrays
         self.steps = epochs.num_batches
         self._items: Lookahead[KerasBatch] = Lookahead(())
         # True while the first batch of a chunk is fetched.
@@ -96,7 +80,7 @@ class KerasBatches(Batches):
         items = self._with_marks()
         if self._resume_state is not None and batch:
             items = self._skip(items, batch, self._resume_state)
-        self._items = Lookahead(items, KerasBatch.signature)
+        self._items = Lookahead(items, self._signature)
         self._resume_state = None
 
     def peek(self) -> PyTree | None:
@@ -104,28 +88,30 @@ class KerasBatches(Batches):
         self._fetches_first = not self._items.has_next
         item = self._items.peek()
         self._fetches_first = False
-        return None if item is None else item.shapes()
+        if item is None or self.arrays is None:
+            return None if item is None else item.content
+        return self.arrays.shapes(_count(item.content))
 
     def take(self, k: int, limit: int) -> Chunk:
         """Returns a chunk of the next batches that can be stacked."""
         first = self._items.peek()
         assert first is not None, "peek comes first"
-        batch_events: list[BatchEvents | None] = []
+        batch_events: list[BatchEvents] = []
 
         def contents() -> Iterator[PyTree]:
             for item in self._items.take(limit):
                 batch_events.append(item.events)
                 yield item.content
 
-        if first.source is None:
+        if self.arrays is None:
             # The source may reuse the memory of a batch, so each is copied before the next.
             chunk, _ = stack_batches(contents(), k)
             # Where arrays differ in length, Keras counts the rows of the first input.
             leaves = jax.tree.leaves(first.content)
             examples = example_count(leaves) or example_count(leaves[:1]) or 1
         else:
-            chunk = pad_chunk(_take_rows(first.source, list(contents())), k)
-            examples = first.examples
+            chunk = pad_chunk(_take_rows(self.arrays, list(contents())), k)
+            examples = _count(first.content)
         return Chunk(self._place(chunk), k, len(batch_events), examples, batch_events)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -172,6 +158,10 @@ class KerasBatches(Batches):
         set_random_state(current_state)
         return itertools.chain(fetched_ahead, items)
 
+    def _signature(self, item: KerasBatch) -> Any:
+        """Returns a value that is equal for two batches that can be stacked."""
+        return batch_signature(item.content) if self.arrays is None else _count(item.content)
+
     def _with_marks(self) -> Iterator[KerasBatch]:
         """Yields every batch of an epoch with its batch events."""
         epochs = self.data
@@ -179,24 +169,27 @@ class KerasBatches(Batches):
             for begin, end, iterator in epochs:
                 if self._fetches_first and epochs.before_fetch is not None:
                     epochs.before_fetch(begin)
-                if epochs.steps_per_execution > 1:
-                    # All are fetched before one is used, and the source may reuse their memory.
-                    iterator = map(_copied, iterator)
-                group = list(itertools.islice(iterator, epochs.steps_per_execution))
+                contents = map(self._host_batch, iterator) if self.arrays is None else iterator
+                group = list(itertools.islice(contents, epochs.steps_per_execution))
                 last = len(group) - 1
-                # `_replace` takes a microsecond more, and the smallest steps take twenty.
-                for i, (content, source, examples, _) in enumerate(group):
+                for i, content in enumerate(group):
                     events = BatchEvents(None if i else begin, end if i == last else None)
-                    yield KerasBatch(content, source, examples, events)
+                    yield KerasBatch(content, events)
                 if not group:
                     epochs.missing = begin
                     # catch_stop_iteration waits for this to give Keras's warning.
                     raise StopIteration
 
+    def _host_batch(self, batch: PyTree) -> PyTree:
+        """Returns a batch of arrays on the host or of jax."""
+        batch = host_batch(batch, "data")
+        # Those of an execution are fetched before one is used, and the source may reuse its memory.
+        return copy_batch(batch) if self.data.steps_per_execution > 1 else batch
 
-def _copied(batch: KerasBatch) -> KerasBatch:
-    """Copies a batch whose arrays belong to its source."""
-    return batch._replace(content=copy_batch(batch.content)) if batch.source is None else batch
+
+def _count(rows: Any) -> int:
+    """Returns the number of rows, given a slice or an array of indices."""
+    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
 
 
 def _take_rows(source: keras_private.data.ArrayBatches, rows: list[Any]) -> PyTree:
@@ -231,7 +224,6 @@ def keras_batches(
         in_memory = keras.tree.map_structure(_array_in_memory, part)
         require_integers_fit(in_memory, name)
     epochs = keras_private.data.epochs(
-        pass_starter,
         x=x,
         y=y,
         sample_weight=sample_weight,
@@ -240,13 +232,9 @@ def keras_batches(
         steps_per_execution=model.steps_per_execution,
         **{"shuffle": False, **options},
     )
-    if epochs.num_batches == 0:
-        raise ValueError(
-            f"x: expected at least one batch, got {type(x).__name__} without any "
-            f"({_shapes(x)}). The model is unchanged."
-        )
+    require(epochs.num_batches != 0, "x", "at least one batch, but the data have none", x)
     if trains:
-        _require_divisible(epochs.data_adapter, 1 if local is None else local.processes)
+        _require_divisible(epochs, 1 if local is None else local.processes)
     if local is not None:
         # LocalBatches joins the parts of all processes, and puts them on the devices.
         return LocalBatches(KerasBatches(epochs, lambda chunk: chunk), local)
@@ -258,15 +246,13 @@ def _array_in_memory(x: Any) -> np.ndarray | None:
     return x if isinstance(x, np.ndarray) and is_cheap_to_read(x) else None
 
 
-def _require_divisible(adapter: Any, parts: int) -> None:
+def _require_divisible(epochs: Any, parts: int) -> None:
     """Raises ValueError for batches of arrays that the devices do not divide."""
-    distribution = keras.distribution.distribution()
-    if distribution is None or keras_private.data.array_batches(adapter) is None:
+    distribution, adapter = keras.distribution.distribution(), epochs.data_adapter
+    if distribution is None or epochs.arrays is None:
         return
     for kind, local_size in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
         size = (local_size or 0) * parts
-        if not size:
-            continue
         sharding = distribution.get_data_layout((size,)).backend_layout
         try:
             sharding.shard_shape((size,))
@@ -274,23 +260,8 @@ def _require_divisible(adapter: Any, parts: int) -> None:
             raise ValueError(
                 f"x: expected batches that divide over {sharding.spec} of the mesh "
                 f"{dict(sharding.mesh.shape)}, got a {kind}batch of {size}. Choose another "
-                "batch_size, or leave some examples out. The model is unchanged."
+                "batch_size, or leave some examples out."
             ) from error
-
-
-def _shapes(x: Any) -> str:
-    shapes = [str(tuple(leaf.shape)) for leaf in keras.tree.flatten(x) if hasattr(leaf, "shape")]
-    return f"of shape {', '.join(shapes)}" if shapes else "of length 0"
-
-
-def pass_starter(adapter: Any) -> Callable[[], Iterator[KerasBatch]]:
-    """Returns a function that begins a pass over the batches of a data adapter."""
-    arrays = keras_private.data.array_batches(adapter)
-    if arrays is None:
-        return lambda: (
-            KerasBatch(host_batch(batch, "data")) for batch in adapter.get_jax_iterator()
-        )
-    return lambda: (KerasBatch(rows, arrays, size) for rows, size in arrays)
 
 
 def _placer(*, trains: bool) -> Callable[[PyTree], PyTree]:

@@ -1,7 +1,6 @@
 """Keras callbacks around chunks of steps: which of them are called, with what, and when."""
 
 import contextlib
-import difflib
 import os
 import tempfile
 import types
@@ -48,27 +47,6 @@ def flat(callbacks: Any) -> list[Any]:
     """Returns the callbacks of a CallbackList, or of the nested lists that `fit` accepts."""
     leaves = keras.tree.flatten(getattr(callbacks, "callbacks", callbacks))
     return [callback for callback in leaves if callback is not None]
-
-
-def has_keras_tensorboard(callbacks: Any) -> bool:
-    """Returns True if one of the callbacks is Keras's own TensorBoard."""
-    return any(isinstance(callback, keras.callbacks.TensorBoard) for callback in flat(callbacks))
-
-
-def note_missing_logs(error: Exception, callbacks: Any, logs: dict[str, Any]) -> None:
-    """Adds to an error of a callback which callbacks monitor a value that the epoch does not have.
-
-    Keras says that it does not know whether to maximize it.
-    """
-    for callback in flat(callbacks):
-        name = getattr(callback, "monitor", None)
-        if isinstance(name, str) and name not in logs:
-            close = difflib.get_close_matches(name, logs, 1)
-            advice = f" Did you mean {close[0]!r}?" if close else ""
-            error.add_note(
-                f"{type(callback).__name__} monitors {name!r}. The epoch has "
-                f"{', '.join(map(repr, logs))}.{advice}"
-            )
 
 
 class BatchCallbacks:

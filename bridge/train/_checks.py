@@ -1,7 +1,6 @@
-"""Checks of the arguments of fit, evaluate and predict, before anything is done."""
+"""Checks of the arguments of fit, evaluate and predict, before the first callback and step."""
 
 import numbers
-import warnings
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +11,19 @@ import numpy as np
 
 from bridge import keras_private
 from bridge.optim import OptaxOptimizer
-from bridge.state._keras_state import KerasState, variable_values
-from bridge.train._batches import keras_batches
+from bridge.state._distribution import require_use
+from bridge.state._keras_state import variable_values
+from bridge.train._batches import KerasBatches
 from bridge.train._callbacks import flat
-from bridge.train._steps import KerasStep, describe_batch
-from functrain import ArrayLoader, Checkpointer, FitResult, Model, NoData, TrainState
+from bridge.train._runs import Evaluation
+from bridge.train._steps import KerasStep
+from functrain import ArrayLoader, Checkpointer, NoData
 from functrain.internal import (
+    Batches,
     Local,
     PyTree,
     brief,
+    is_cheap_to_read,
     require,
     require_fuse,
     require_integer,
@@ -29,42 +32,28 @@ from functrain.internal import (
     require_unmasked,
     require_untraced,
     resolve_mode,
+    warn,
 )
+from functrain.internal import tree as _tree
 
 # Classes whose user has been told that their loops are not called.
 _warned: weakref.WeakSet[type] = weakref.WeakSet()
+# Labels that are compared with the number of classes: enough to find a mistake, quick to read.
+_LABELS = 100_000
+_RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
 
 
 def require_model(model: Any) -> None:
     """Raises TypeError for an object that is not a Keras model.
 
-    Warns if the model's class overrides loops that are not called.
+    Warns once for each class that overrides loops, which are not called.
     """
     if not keras_private.trainer.is_trainer(model):
         raise TypeError(
-            f"model: expected a keras.Model, got {type(model).__name__}{_advice_for(model)}"
+            f"model: expected a keras.Model, got {type(model).__name__}. functrain.fit(state, "
+            "step, data) trains the states and models of functrain; bridge.to_keras(state, model) "
+            "writes a state into its Keras model."
         )
-    _warn_of_overrides(model)
-
-
-def _advice_for(thing: Any) -> str:
-    """Returns what to do with an object of functrain that was passed as a model."""
-    if isinstance(thing, Model):
-        return (
-            ", a pair of functions. Pass the Keras model that it was made from; or train the pair "
-            "with functrain.fit(state, step, data)."
-        )
-    if isinstance(thing, TrainState | KerasState | FitResult):
-        state = "result.state" if isinstance(thing, FitResult) else "state"
-        return (
-            f". Pass the Keras model, into which bridge.to_keras({state}, model) writes it; or "
-            f"continue from it with functrain.fit({state}, step, data)."
-        )
-    return "."
-
-
-def _warn_of_overrides(model: keras.Model) -> None:
-    """Warns once for each class that its own loops are not called."""
     cls = type(model)
     # Of a class that prepares data in these methods, that part of them is called.
     base = keras_private.pipelines.preparing_class(model) or keras.Model
@@ -74,12 +63,10 @@ def _warn_of_overrides(model: keras.Model) -> None:
     # A layer with a trainer mixed in has these methods from another class than keras.Model.
     if overridden and isinstance(model, keras.Model) and cls not in _warned:
         _warned.add(cls)
-        warnings.warn(
+        warn(
             f"{cls.__name__} overrides {', '.join(overridden)}, which bridge.fit, evaluate and "
             "predict do not call, since they have their own loop. Overrides of train_step, "
-            "test_step, compute_loss and the like are called. To run your own loop, call the "
-            "model's method.",
-            stacklevel=4,
+            "test_step, compute_loss and the like are called."
         )
 
 
@@ -103,175 +90,6 @@ def require_arguments(
     _require_callbacks(callbacks)
 
 
-def require_data(x: Any, y: Any = None, class_weight: Any = None) -> None:
-    """Raises an error for strings, lists of numbers, traced and masked arrays."""
-    if class_weight is not None:
-        expected = "a dict from the number of each class to its weight, such as {0: 1.0, 1: 2.5}"
-        is_dict = isinstance(class_weight, Mapping)
-        require(is_dict, "class_weight", expected, class_weight, error=TypeError)
-    require_untraced("x and y", (x, y))
-    _require_no_strings(x=x, y=y)
-    for name, data in (("x", x), ("y", y)):
-        # Keras rejects lists of numbers as well, with all the numbers in its message.
-        if isinstance(data, list | tuple | dict):
-            require_no_number_lists(data, name)
-        for leaf in keras.tree.flatten(data):
-            require_unmasked(leaf, name)
-
-
-def _require_no_loader(name: str, data: Any) -> None:
-    """Raises TypeError for data of functrain's own loops, which Keras cannot iterate."""
-    advice = (
-        "Pass the arrays themselves and batch_size=, as in bridge.fit(model, x, y, batch_size=32); "
-        "or train with functrain.fit(state, step, data)."
-    )
-    own_data = data.data if isinstance(data, Local) else data
-    is_known = not isinstance(own_data, ArrayLoader | NoData)
-    require(is_known, name, "data that Keras accepts", data, advice, error=TypeError)
-
-
-def _require_no_strings(**arguments: Any) -> None:
-    """Raises TypeError if data hold strings. Keras would raise "Invalid dtype: str96"."""
-    for name, data in arguments.items():
-        for leaf in keras.tree.flatten(data):
-            string = _first_string(leaf)
-            if string is not None:
-                raise TypeError(
-                    f"{name}: expected numbers, got strings, such as {string!r}. A model cannot be "
-                    "trained on strings. Convert them to integers first: labels with "
-                    "keras.layers.StringLookup or classes, y = np.unique(y, return_inverse=True); "
-                    "text with keras.layers.TextVectorization. (Both layers need TensorFlow.)"
-                )
-
-
-def _first_string(leaf: Any) -> str | bytes | None:
-    """Returns the first string in the first rows of an array or a table; None without one."""
-    if isinstance(leaf, str | bytes):
-        return leaf
-    # A DataFrame has a dtype for each column. Other kinds of arrays hold no strings.
-    is_table = hasattr(leaf, "dtypes") and hasattr(leaf, "columns")
-    if is_table or getattr(getattr(leaf, "dtype", None), "kind", "") in {"O", "S", "U", "T"}:
-        rows = np.asarray(leaf[:8] if np.ndim(leaf) else leaf)
-        for value in rows.reshape(-1).tolist():
-            if isinstance(value, str | bytes):
-                return value
-    return None
-
-
-def _require_callbacks(callbacks: Any) -> None:
-    """Raises TypeError for a class instead of an object of it, or a hook of functrain."""
-    for callback in flat(callbacks):
-        if isinstance(callback, type) and issubclass(callback, keras.callbacks.Callback):
-            raise TypeError(
-                f"callbacks: expected callbacks, got the class {callback.__name__}. Pass an object "
-                f"of it: {callback.__name__}(...)."
-            )
-        if not hasattr(callback, "on_epoch_end"):
-            raise TypeError(
-                f"callbacks: expected those of Keras, got {brief(callback)}. "
-                f"{_advice_for_hook(callback)}"
-            )
-
-
-def _advice_for_hook(hook: Any) -> str:
-    """Returns what to do with an object of functrain that was passed as a callback."""
-    if isinstance(hook, Checkpointer):
-        return "Pass it to bridge.fit as checkpointer=."
-    name = type(hook).__name__
-    advice = f"Use keras.callbacks.{name}. " if hasattr(keras.callbacks, name) else ""
-    return (
-        f"{advice}Hooks of functrain go into functrain.fit(hooks=). Only its loggers (TensorBoard, "
-        "JSONLines, WandB) can be passed to bridge.fit as well."
-    )
-
-
-def require_no_other_backup(callbacks: Any) -> None:
-    """Raises ValueError if Keras's own callback saves the fit as well as the checkpointer."""
-    expected = "no BackupAndRestore beside checkpointer="
-    advice = "Both restore an interrupted fit: leave it out."
-    for callback in flat(callbacks):
-        is_backup = isinstance(callback, keras.callbacks.BackupAndRestore)
-        require(not is_backup, "callbacks", expected, callback, advice)
-
-
-_RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
-
-
-def require_rate(model: keras.Model, callbacks: Any) -> None:
-    """Raises ValueError for callbacks that ask an OptaxOptimizer for what it does not have.
-
-    That is a learning rate, or the settings that the file of a whole model has. Keras would raise
-    it at the end of the first epoch, or later.
-    """
-    # A LossScaleOptimizer has the optimizer inside it.
-    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    if not isinstance(optimizer, OptaxOptimizer):
-        return
-    for callback in flat(callbacks):
-        _require_settings(optimizer, callback)
-        sets_rate = isinstance(callback, _RATE_SETTERS)
-        if not sets_rate and not isinstance(callback, keras.callbacks.TensorBoard):
-            continue
-        name = type(callback).__name__
-        # An OptaxOptimizer without a learning rate raises an error that says how to make it one.
-        try:
-            _ = optimizer.learning_rate
-        except AttributeError as error:
-            raise ValueError(
-                f"callbacks: {name} asks the optimizer for its learning rate. {error} Or leave "
-                f"{name} out. No step was taken."
-            ) from error
-        if sets_rate and optimizer.follows_schedule:
-            raise ValueError(
-                f"callbacks: expected an optimizer with one learning rate for {name} to set, got "
-                "one that follows a schedule. Pass a number, bridge.OptaxOptimizer(optax.adam, "
-                f"learning_rate=1e-3), or leave {name} out. No step was taken."
-            )
-
-
-def _require_settings(optimizer: OptaxOptimizer, callback: Any) -> None:
-    """Raises ValueError if a callback saves whole models, and the optimizer cannot be saved."""
-    is_checkpoint = isinstance(callback, keras.callbacks.ModelCheckpoint)
-    if not is_checkpoint or callback.save_weights_only:
-        return
-    try:
-        optimizer.get_config()
-    except ValueError as error:
-        raise ValueError(
-            "callbacks: expected ModelCheckpoint(save_weights_only=True) or an optimizer that a "
-            f"file of the whole model can hold. {error} No step was taken."
-        ) from error
-
-
-def require_together(model: keras.Model, callbacks: Any) -> None:
-    """Raises ValueError if several processes cannot fit a model together.
-
-    Its variables are on the devices of this process alone, or a callback of Keras's would act
-    differently in each process.
-    """
-    if jax.process_count() == 1:
-        return
-    # Variables made without a distribution are on this process's devices only.
-    local = [v for v in model.variables if getattr(v.value, "is_fully_addressable", True)]
-    if keras.distribution.distribution() is None or local:
-        problem = f"{local[0].path} on the devices of one" if local else "no distribution"
-        raise ValueError(
-            f"model: expected a model on the devices of all {jax.process_count()} processes, "
-            f"got {problem}: each would fit its own model. Before the model is made: "
-            "keras.utils.set_random_seed(0), and "
-            "keras.distribution.set_distribution(keras.distribution.DataParallel())."
-        )
-    is_sharded = not all(v.value.is_fully_replicated for v in model.variables)
-    for callback in flat(callbacks):
-        # Each process would save only the shards on its own devices.
-        saves_shards = is_sharded and isinstance(callback, keras.callbacks.ModelCheckpoint)
-        is_backup = isinstance(callback, keras.callbacks.BackupAndRestore)
-        model_kind = "sharded model" if saves_shards else "model"
-        expected = f"no {type(callback).__name__} where several processes fit a {model_kind}"
-        advice = "Pass checkpointer=functrain.Checkpointer(directory), to which all of them write."
-        require(not saves_shards and not is_backup, "callbacks", expected, callback, advice)
-
-
 def require_validation_arguments(split: Any, freq: Any) -> None:
     """Raises ValueError for wrong values of `validation_split` and `validation_freq`."""
     # True is an int in Python, and a mistake here.
@@ -285,79 +103,197 @@ def require_validation_arguments(split: Any, freq: Any) -> None:
     require(is_frequency, "validation_freq", expected, freq)
 
 
-def require_validation(
-    model: keras.Model, data: Any, training: Any, batch_size: Any, steps: Any
+def require_data(x: Any, y: Any = None, class_weight: Any = None) -> None:
+    """Raises an error for strings, lists of numbers, traced and masked arrays."""
+    expected = "a dict from the number of each class to its weight, such as {0: 1.0, 1: 2.5}"
+    is_dict = class_weight is None or isinstance(class_weight, Mapping)
+    require(is_dict, "class_weight", expected, class_weight, error=TypeError)
+    require_untraced("x and y", (x, y))
+    for name, data in (("x", x), ("y", y)):
+        _require_no_strings(name, data)
+        # Keras rejects lists of numbers as well, with all the numbers in its message.
+        if isinstance(data, list | tuple | dict):
+            require_no_number_lists(data, name)
+        for leaf in keras.tree.flatten(data):
+            require_unmasked(leaf, name)
+
+
+def require_validation_data(data: Any) -> None:
+    """Raises an error for `validation_data` that hold strings, or are no data at all."""
+    _require_no_loader("validation_data", data)
+    if isinstance(data, tuple | list):
+        expected = "(x, y), (x, y, sample_weight) or an iterable of such batches"
+        has_inputs = bool(keras.tree.flatten(data[:1]))
+        require(has_inputs and len(data) <= 3, "validation_data", expected, data)
+        for name, part in zip(("x", "y"), data, strict=False):
+            _require_no_strings(f"validation_data's {name}", part)
+
+
+def require_evaluation(
+    model: keras.Model, evaluation: Evaluation, data: Any, training: Batches
 ) -> None:
     """Raises ValueError for arrays that the model's test_step cannot evaluate.
 
-    Only arrays are checked, since looking at other data might use them up. A step is traced if a
-    batch has another form than one of the training data: x, y and sample_weight in `training`.
+    Only arrays are checked, since looking at other data might use them up. The step is traced if
+    examples have other shapes than those of the training data.
     """
-    if isinstance(data, tuple | list) and not 1 <= len(data) <= 3:
-        raise ValueError(
-            "validation_data: expected (x, y), (x, y, sample_weight) or an iterable of such "
-            f"batches, got a {type(data).__name__} of length {len(data)}"
-        )
-    _require_no_loader("validation_data", data)
-    validation = keras.utils.unpack_x_y_sample_weight(data)
-    x, y, _ = validation
-    _require_no_strings(**{"validation_data's x": x, "validation_data's y": y})
-    if not _are_arrays(validation):
+    leaves = [x for x in keras.tree.flatten(data) if x is not None]
+    if not all(isinstance(x, np.ndarray | jax.Array) and x.dtype.kind in "biufV" for x in leaves):
         return
-    if not jax.tree.leaves(x):
-        raise ValueError(f"validation_data: expected (x, y) of arrays, got x={x!r}")
     try:
         # This raises if lengths differ, or if there is no batch.
-        keras_batches(model, validation, batch_size, steps, trains=False)
+        batches = evaluation.batches()
     except ValueError as error:
         raise ValueError(f"validation_data: {error}") from error
-    batch = _batch_shapes(validation, batch_size)
-    training_batch = _batch_shapes(training, batch_size) if _are_arrays(training) else None
+    examples, batch = _array_shapes(batches)
     # A test_step that runs uncompiled may be correct although it cannot be traced.
     is_compiled = model.jit_compile and not model.run_eagerly
     is_distributed = keras.distribution.distribution() is not None
-    if _form(batch) != _form(training_batch) and is_compiled and not is_distributed:
-        _require_traceable(model, batch, training_batch)
-
-
-def _are_arrays(data: Any) -> bool:
-    leaves = [x for x in keras.tree.flatten(data) if x is not None]
-    return all(
-        isinstance(x, np.ndarray | jax.Array) and x.ndim > 0 and x.dtype.kind in "biufV"
-        for x in leaves
-    )
-
-
-def _batch_shapes(arrays: Any, size: int | None) -> PyTree:
-    """Returns the shapes and dtypes of the first batch, as a step gets it."""
-
-    def shape(x: Any) -> jax.ShapeDtypeStruct:
-        # 32 is Keras's default, and Keras casts floats to floatx.
-        rows = min(size or 32, len(x))
-        dtype = keras.config.floatx() if x.dtype.kind == "f" else x.dtype
-        return jax.ShapeDtypeStruct((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(dtype))
-
-    return jax.tree.map(shape, tuple(arrays))
-
-
-def _form(batch: PyTree) -> Any:
-    """Returns the structure of a batch, and the shapes and dtypes of an example."""
-    leaves = [(leaf.shape[1:], leaf.dtype) for leaf in jax.tree.leaves(batch)]
-    return jax.tree.structure(batch), leaves
-
-
-def _require_traceable(model: keras.Model, batch: PyTree, training_batch: PyTree) -> None:
-    """Raises ValueError if the model's test_step cannot be traced with a batch."""
-    data = keras.utils.pack_x_y_sample_weight(*batch)
+    if examples == _array_shapes(training)[0] or is_distributed or not is_compiled:
+        return
     try:
-        jax.eval_shape(KerasStep(model, "test"), variable_values(model), data)
+        jax.eval_shape(KerasStep(model, "test"), variable_values(model), batch)
     except Exception as error:
-        training = ""
-        if training_batch is not None:
-            training = f", as training has {describe_batch(training_batch)}"
+        shapes = ", ".join(map(_tree.spec, jax.tree.leaves(batch)))
         raise ValueError(
-            f"validation_data: expected data that the model can evaluate{training}; got "
-            f"{describe_batch(batch)}. No step was taken. Its test_step raised:\n{error}"
+            f"validation_data: expected data that the model can evaluate, got batches of {shapes}. "
+            f"No step was taken. Its test_step raised:\n{error}"
         ) from error
     finally:
         keras_private.layers.forget_losses(model)
+
+
+def _array_shapes(batches: Batches) -> tuple[PyTree, PyTree]:
+    """Returns the shapes of an example of arrays, and of their first batch; None for other data."""
+    arrays = batches.arrays if isinstance(batches, KerasBatches) else None
+    return (None, None) if arrays is None else (arrays.shapes(1), arrays.shapes(arrays.first_size))
+
+
+def require_fit(model: keras.Model, callbacks: Any, *, has_checkpointer: bool) -> None:
+    """Raises ValueError for callbacks and models that cannot be fitted together."""
+    require_use()
+    if jax.process_count() > 1:
+        _require_distributed(model)
+    # A LossScaleOptimizer has the optimizer inside it.
+    optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    for callback in flat(callbacks):
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            is_alone = not has_checkpointer and jax.process_count() == 1
+            expected = "no BackupAndRestore beside checkpointer=, or with several processes"
+            advice = "Pass checkpointer=functrain.Checkpointer(directory) alone."
+            require(is_alone, "callbacks", expected, callback, advice)
+        elif isinstance(callback, keras.callbacks.ModelCheckpoint):
+            # Each process would save only the shards on its own devices.
+            is_whole = all(v.value.is_fully_replicated for v in model.variables)
+            expected = "no ModelCheckpoint where several processes fit a sharded model"
+            advice = "Pass checkpointer=functrain.Checkpointer(directory), to which all write."
+            require(jax.process_count() == 1 or is_whole, "callbacks", expected, callback, advice)
+        if isinstance(optimizer, OptaxOptimizer):
+            _require_optimizer(optimizer, callback)
+
+
+def _require_distributed(model: keras.Model) -> None:
+    """Raises ValueError if the variables of a model are not on the devices of all processes."""
+    # Variables made without a distribution are on this process's devices only.
+    local = [v for v in model.variables if getattr(v.value, "is_fully_addressable", True)]
+    if keras.distribution.distribution() is None or local:
+        problem = f"{local[0].path} on the devices of one" if local else "no distribution"
+        raise ValueError(
+            f"model: expected a model on the devices of all {jax.process_count()} processes, "
+            f"got {problem}: each would fit its own model. Before the model is made: "
+            "keras.utils.set_random_seed(0), and "
+            "keras.distribution.set_distribution(keras.distribution.DataParallel())."
+        )
+
+
+def _require_optimizer(optimizer: OptaxOptimizer, callback: Any) -> None:
+    """Raises ValueError if a callback asks an OptaxOptimizer for what it does not have.
+
+    That is a learning rate, or the settings that the file of a whole model has. Keras would raise
+    it at the end of the first epoch, or later.
+    """
+    name, sets_rate = type(callback).__name__, isinstance(callback, _RATE_SETTERS)
+    try:
+        if sets_rate or isinstance(callback, keras.callbacks.TensorBoard):
+            _ = optimizer.learning_rate
+        if isinstance(callback, keras.callbacks.ModelCheckpoint) and not callback.save_weights_only:
+            optimizer.get_config()
+    # Both errors of an OptaxOptimizer say how to make it one that has these.
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"callbacks: {name} cannot be used here. {error}") from error
+    expected = f"an optimizer with one learning rate for {name} to set, not a schedule"
+    advice = "Pass a number, bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3)."
+    is_settable = not (sets_rate and optimizer.follows_schedule)
+    require(is_settable, "callbacks", expected, optimizer, advice)
+
+
+def warn_of_labels(model: keras.Model, y: Any) -> None:
+    """Warns of labels in memory that are outside of the classes: their loss means nothing."""
+    loss, shape = model.loss, getattr(model, "output_shape", None)
+    is_sparse = isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
+    has_classes = loss == "sparse_categorical_crossentropy"
+    if is_sparse:
+        has_classes = loss.get_config().get("axis", -1) == -1
+    classes = shape[-1] if has_classes and isinstance(shape, tuple) else None
+    is_array = isinstance(y, np.ndarray) and y.ndim and y.dtype.kind in "iu" and is_cheap_to_read(y)
+    if not is_array or not isinstance(classes, int):
+        return
+    labels = y[:_LABELS]
+    is_wrong = (labels < 0) | (labels >= classes)
+    if getattr(loss, "ignore_class", None) is not None:
+        is_wrong &= labels != loss.ignore_class
+    if is_wrong.any():
+        warn(
+            f"y: expected labels from 0 to {classes - 1}, since the model has {classes} outputs, "
+            f"got {labels[is_wrong][0]}. Such a label has no class, and its loss means nothing."
+        )
+
+
+def _require_no_loader(name: str, data: Any) -> None:
+    """Raises TypeError for data of functrain's own loops, which Keras cannot iterate."""
+    advice = (
+        "Pass the arrays themselves and batch_size=, as in bridge.fit(model, x, y, batch_size=32); "
+        "or train with functrain.fit(state, step, data)."
+    )
+    own_data = data.data if isinstance(data, Local) else data
+    is_known = not isinstance(own_data, ArrayLoader | NoData)
+    require(is_known, name, "data that Keras accepts", data, advice, error=TypeError)
+
+
+def _require_no_strings(name: str, data: Any) -> None:
+    """Raises TypeError if data hold strings. Keras would raise "Invalid dtype: str96"."""
+    if any(map(_holds_strings, keras.tree.flatten(data))):
+        raise TypeError(
+            f"{name}: expected numbers, got strings, on which a model cannot be trained. Convert "
+            "labels with classes, y = np.unique(y, return_inverse=True) or "
+            "keras.layers.StringLookup, texts with keras.layers.TextVectorization."
+        )
+
+
+def _holds_strings(leaf: Any) -> bool:
+    """Returns True for a string, and for an array or a table with one in its first rows."""
+    if isinstance(leaf, str | bytes):
+        return True
+    # A DataFrame has a dtype for each column. Other kinds of arrays hold no strings.
+    is_table = hasattr(leaf, "dtypes") and hasattr(leaf, "columns")
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+    if not is_table and kind not in {"O", "S", "U", "T"}:
+        return False
+    rows = np.asarray(leaf[:8] if np.ndim(leaf) else leaf)
+    return any(isinstance(value, str | bytes) for value in rows.reshape(-1).tolist())
+
+
+def _require_callbacks(callbacks: Any) -> None:
+    """Raises TypeError for a class instead of an object of it, or a hook of functrain."""
+    for callback in flat(callbacks):
+        if isinstance(callback, type):
+            problem = f"the class {callback.__name__}. Pass an object, {callback.__name__}(...)."
+        elif isinstance(callback, Checkpointer):
+            problem = f"{brief(callback)}. Pass it to bridge.fit as checkpointer=."
+        else:
+            problem = (
+                f"{brief(callback)}. Hooks of functrain go into functrain.fit(hooks=). Only its "
+                "loggers (TensorBoard, JSONLines, WandB) can be passed to bridge.fit as well."
+            )
+        if isinstance(callback, type) or not hasattr(callback, "on_epoch_end"):
+            raise TypeError(f"callbacks: expected those of Keras, got {problem}")

@@ -1,24 +1,21 @@
 """fit, evaluate and predict: replacements for the methods of a Keras model."""
 
 import contextlib
-import warnings
 from typing import Any
 
 import jax
 import keras
 
 from bridge import keras_private
-from bridge.state._distribution import require_use
 from bridge.state._keras_state import require_compiled
 from bridge.train import _checks
 from bridge.train._batches import keras_batches
-from bridge.train._callbacks import has_keras_tensorboard, write_in_first_process
-from bridge.train._data_advice import warn_of_data
-from bridge.train._hook import Evaluation, KerasHook
-from bridge.train._loggers import with_loggers
+from bridge.train._callbacks import write_in_first_process
+from bridge.train._hook import KerasHook
+from bridge.train._loggers import loggers_among, wrap_loggers
 from bridge.train._memory import Memory
-from bridge.train._runs import Options, run_evaluate, run_fit, run_predict
-from bridge.train._steps import note_data, require_stateless_rnns
+from bridge.train._runs import Evaluation, Options, run_evaluate, run_fit, run_predict
+from bridge.train._steps import cached_step
 from functrain import Checkpointer
 from functrain.internal import (
     Batches,
@@ -26,7 +23,9 @@ from functrain.internal import (
     FuseArg,
     Mode,
     Saving,
+    error_notes,
     require_integer,
+    warn,
 )
 
 
@@ -130,13 +129,12 @@ def fit(
       >>> sorted(fit(model, *data, epochs=2, verbose=0).history)
       ['loss', 'mae']
     """
-    # All checks come before the model is built, and before callbacks begin: a fit that raises an
-    # error here has changed nothing.
+    # A fit that one of the checks refuses has called no callback, and taken no step.
     _checks.require_model(model)
     require_compiled(model)
     sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
     numbers = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
-    callbacks, loggers = with_loggers(callbacks)
+    callbacks = wrap_loggers(callbacks)
     _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes, **numbers)
     require_integer("epochs", epochs, 0)
     require_integer("initial_epoch", initial_epoch, 0)
@@ -159,59 +157,47 @@ def fit(
         validation_steps=validation_steps,
     )
     _checks.require_data(prepared.x, prepared.y, prepared.class_weight)
-    data, validation_data = (
-        (prepared.x, prepared.y, prepared.sample_weight),
-        prepared.validation_data,
-    )
+    data = prepared.x, prepared.y, prepared.sample_weight
+    validation_data = prepared.validation_data
     if prepared.validation_split and validation_data is None:
         data, validation_data = keras_private.data.split_validation(data, prepared.validation_split)
     more = {"shuffle": shuffle, "class_weight": prepared.class_weight}
     batches = keras_batches(
         model, data, prepared.batch_size, prepared.steps_per_epoch, trains=True, **more
     )
-    with note_data(model, data):
+    # The checks from here on need a built model.
+    with error_notes(data):
         keras_private.trainer.build_from(model, batches.data)
-    require_stateless_rnns(model)
-    warn_of_data(model, *data[:2])
-    # The checks from here on need a built model. No callback has begun yet, and no step was taken.
+    cached_step(model, "train")
+    _checks.warn_of_labels(model, prepared.y)
+    options = Options(fuse, rewrites)
     evaluation: Evaluation | None = None
     if validation_data is not None:
+        _checks.require_validation_data(validation_data)
+        validation_data = keras.utils.unpack_x_y_sample_weight(validation_data)
         size, steps = validation_batch_size or prepared.batch_size, prepared.validation_steps
-        _checks.require_validation(model, validation_data, data, size, steps)
-        evaluation = Evaluation(model, validation_data, size, steps, validation_freq)
+        evaluation = Evaluation(model, validation_data, size, steps, validation_freq, options)
+        _checks.require_evaluation(model, evaluation, validation_data, batches)
     callbacks = prepared.callbacks
-    _checks.require_rate(model, callbacks)
-    require_use()
-    _checks.require_together(model, callbacks)
+    _checks.require_fit(model, callbacks, has_checkpointer=checkpointer is not None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(write_in_first_process(callbacks))
         # A fit that fails has to close the files of its loggers, too.
-        for logger in loggers:
+        for logger in loggers_among(callbacks):
             stack.callback(logger.close)
         callbacks = _callback_list(model, callbacks, verbose, epochs, batches, add_history=True)
+        memory = None if checkpointer is None else Memory(model, callbacks)
+        hook = KerasHook(model, "train", batches, callbacks, memory=memory, evaluation=evaluation)
         saving: Saving | None = None
-        memory: Memory | None = None
-        if checkpointer is not None:
-            _checks.require_no_other_backup(callbacks)
-            memory = Memory(model, callbacks)
-        hook = KerasHook(model, "train", batches, callbacks, memory=memory)
-        # The hook's state is part of the checkpoint, so the hook comes first.
         if checkpointer is not None:
             how_to_evaluate = "validation_data= or validation_split="
             saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
-        # With a checkpointer, the run itself handles SIGTERM, to save before it ends.
-        signals = DeferredSignals(
-            terminate="handled" if saving is None else "none", saves=saving is not None
-        )
-        stack.enter_context(signals)
         return run_fit(
             hook,
-            Options(fuse, rewrites),
-            signals,
+            options,
             epochs=epochs,
             initial_epoch=initial_epoch,
             saving=saving,
-            evaluation=evaluation,
             # One process prints from which step the run resumes.
             quiet=verbose == 0 or jax.process_index() > 0,
         )
@@ -269,16 +255,8 @@ def evaluate(
     _checks.require_data(prepared.x, prepared.y)
     data = prepared.x, prepared.y, prepared.sample_weight
     batches = keras_batches(model, data, prepared.batch_size, prepared.steps, trains=False)
-    with note_data(model, data):
-        keras_private.trainer.build_from(model, batches.data)
-    require_stateless_rnns(model)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
-    # Ctrl-C between a program that donates the model's values and the assignment of the new ones
-    # would lose both.
-    with DeferredSignals() as signals:
-        hook = KerasHook(model, "test", batches, callbacks)
-        logs = run_evaluate(hook, Options(fuse, rewrites), signals.handle_pending)
-        signals.handle_pending()
+    logs = run_evaluate(model, batches, callbacks, Options(fuse, rewrites))
     return logs if return_dict else keras_private.trainer.metrics_in_order(model, logs)
 
 
@@ -330,19 +308,17 @@ def predict(
     if not all(layer.built for layer in keras_private.layers.all_layers(model)):
         _build_by_call(model, batches.data)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
-    with DeferredSignals() as signals:
-        hook = KerasHook(model, "predict", batches, callbacks)
-        return run_predict(hook, Options(fuse, rewrites), signals)
+    return run_predict(model, batches, callbacks, Options(fuse, rewrites))
 
 
 def _build_by_call(model: keras.Model, epochs: Any) -> None:
     """Builds a model by calling it on the first batch of `epochs`, and resets them."""
     _, _, items = next(iter(epochs))
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(next(items).arrays())
+    batch = epochs.batch_of(next(items))
     # In a StatelessScope the call builds variables, and updates such as BatchNormalization's are
     # dropped.
     with DeferredSignals(), keras.StatelessScope():
-        model(x)
+        model(keras.utils.unpack_x_y_sample_weight(batch)[0])
     epochs.reset()
 
 
@@ -358,24 +334,15 @@ def _callback_list(
     # As in Keras, a CallbackList is used as it is, with or without a progress bar.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
-    try:
-        return keras.callbacks.CallbackList(
-            callbacks,
-            add_history=add_history,
-            add_progbar=verbose != 0 and jax.process_index() == 0,
-            verbose=verbose,
-            epochs=epochs,
-            steps=batches.steps,
-            model=model,
-        )
-    except ModuleNotFoundError as error:
-        is_tensorflow = str(error.name).partition(".")[0] == "tensorflow"
-        if is_tensorflow and has_keras_tensorboard(callbacks):
-            error.add_note(
-                "keras.callbacks.TensorBoard needs TensorFlow. functrain.hooks.TensorBoard writes "
-                "the same curves without it, and can be passed in callbacks= as well."
-            )
-        raise
+    return keras.callbacks.CallbackList(
+        callbacks,
+        add_history=add_history,
+        add_progbar=verbose != 0 and jax.process_index() == 0,
+        verbose=verbose,
+        epochs=epochs,
+        steps=batches.steps,
+        model=model,
+    )
 
 
 def _cap_epochs(epochs: int) -> int:
@@ -383,6 +350,6 @@ def _cap_epochs(epochs: int) -> int:
     # Keras offers this limit for debugging, and applies it in its own fit.
     maximum = keras.config.max_epochs()
     if maximum and maximum < epochs:
-        warnings.warn(f"Limiting epochs to {maximum}", stacklevel=3)
+        warn(f"Limiting epochs to {maximum}")
         return int(maximum)
     return epochs

@@ -1,19 +1,15 @@
 """A hook that runs Keras's callbacks, metrics and evaluations around a run."""
 
-import copy
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train._batches import keras_batches
-from bridge.train._callbacks import BatchCallbacks, flat, note_missing_logs
+from bridge.train._callbacks import BatchCallbacks, flat
 from bridge.train._loggers import loggers_among
 from bridge.train._memory import Memory
 from bridge.train._model_values import ModelValues
@@ -35,36 +31,6 @@ from functrain.internal import (
 _STOP = {"train": "stop_training", "test": "stop_evaluating", "predict": "stop_predicting"}
 
 
-class Evaluation:
-    """The data that `fit` evaluates on, and the epochs that end with an evaluation.
-
-    Attributes:
-      is_iterator: True if each evaluation has the batches that follow those of the previous one.
-    """
-
-    def __init__(self, model: keras.Model, data: Any, size: Any, steps: Any, freq: Any) -> None:
-        self._model, self._freq = model, freq
-        data = keras.utils.unpack_x_y_sample_weight(data)
-        self.is_iterator = isinstance(data[0], Iterator)
-        # As in Keras, one iterator is made at the first evaluation and serves all of them.
-        self._batches = functools.cache(
-            lambda: keras_batches(model, data, size, steps, trains=False)
-        )
-
-    def is_due(self, epoch: int) -> bool:
-        """Returns True if an epoch, counted from 0, ends with an evaluation."""
-        # A list counts epochs from 1.
-        if isinstance(self._freq, list):
-            return epoch + 1 in self._freq
-        return bool((epoch + 1) % self._freq == 0)
-
-    def batches(self) -> Batches:
-        """Returns the batches, from one iterator for all epochs, as in Keras."""
-        batches = self._batches()
-        keras_private.trainer.build_from(self._model, batches.data)
-        return batches
-
-
 class KerasHook:
     """Calls Keras's callbacks around the chunks and epochs of a run.
 
@@ -77,14 +43,13 @@ class KerasHook:
       batches: The data of the run.
       callbacks: Keras's list.
       memory: The states of callbacks, for a fit with a checkpointer.
+      evaluation: The `Evaluation` of a fit, or None.
       quiet: Do not show the progress bar.
 
     Attributes:
       calls: The batch methods of the callbacks.
       loggers: Loggers of functrain among the callbacks of a fit.
       values: The model's values.
-      is_evaluation_due: Given the number of an epoch, returns True if it ends with an evaluation.
-      evaluate: Evaluates, and returns the values.
       finalizes: True if the optimizer may overwrite the weights with its averages after the run.
       logs: The values of the last epoch.
     """
@@ -97,16 +62,15 @@ class KerasHook:
         callbacks: Any,
         *,
         memory: Memory | None = None,
+        evaluation: Any = None,
         quiet: bool = False,
     ) -> None:
         self.model, self.kind, self.batches, self.callbacks = model, kind, batches, callbacks
-        self.memory = memory
+        self.memory, self.evaluation = memory, evaluation
         self.calls = BatchCallbacks(callbacks, kind, quiet=quiet)
         # The evaluations of a fit share its callbacks, and the fit alone passes logs to loggers.
         self.loggers = loggers_among(callbacks) if kind == "train" else []
         self.values = ModelValues(model, kind)
-        self.is_evaluation_due: Callable[[int], bool] = lambda epoch: False
-        self.evaluate: Callable[[], dict[str, Any]] = dict
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
         # True once the first batch of the next chunk has begun, which comes before it is fetched.
@@ -118,8 +82,6 @@ class KerasHook:
         self._steps_in_execution = 0
         # The logs of the last step before the checkpoint from which the run resumed.
         self._logs_before: PyTree = {}
-        # During an evaluation, what `state` returned before the end of the epoch.
-        self._state_before_end: dict[str, Any] | None = None
         self._is_finalized = False
         self._has_warned = False
 
@@ -181,8 +143,6 @@ class KerasHook:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores beside the model's values."""
         assert self.memory is not None, "a fit with a checkpointer has one"
-        if self._state_before_end is not None:
-            return self._state_before_end
         return {
             "memory": self.memory.state(),
             "reported": self._last_logs(),
@@ -267,10 +227,6 @@ class KerasHook:
         # Another process may have stopped the run.
         if event.stopped:
             self.is_stopped = True
-        # A signal in the evaluation saves the fit as it was before the end of the epoch. Callbacks
-        # may change their states in place until then.
-        if self.memory is not None and self.is_evaluation_due(event.epoch):
-            self._state_before_end = copy.deepcopy(self.state())
         # Keras begins a batch before it finds out that the data have run out.
         if not self._has_begun_batch:
             self.calls.begin_batch(self.batches.data.missing)
@@ -284,15 +240,11 @@ class KerasHook:
         self._stop_if_asked(event)
 
     def _end_training_epoch(self, event: EpochEnd) -> None:
-        evaluated = self.evaluate() if self.is_evaluation_due(event.epoch) else {}
-        self._state_before_end = None
-        self.logs.update({f"val_{name}": value for name, value in evaluated.items()})
+        if self.evaluation is not None and self.evaluation.is_due(event.epoch):
+            for name, value in self.evaluation.run(self.callbacks).items():
+                self.logs[f"val_{name}"] = value
         self._warn_of_loss(event.epoch)
-        try:
-            self.callbacks.on_epoch_end(event.epoch, self.logs)
-        except ValueError as error:
-            note_missing_logs(error, self.callbacks, self.logs)
-            raise
+        self.callbacks.on_epoch_end(event.epoch, self.logs)
         # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}
 
@@ -307,34 +259,35 @@ class KerasHook:
         if not any(isinstance(x, keras.callbacks.TerminateOnNaN) for x in flat(self.callbacks)):
             warn(
                 f"bridge.fit: expected a finite loss, got {self.logs['loss']}, first in epoch "
-                f"{epoch}, counted from 0. Look for NaN in the data, and for labels outside of the "
-                "classes. functrain.inspect.explain_nan(bridge.keras_state(model, batch), "
-                "bridge.train_step(model), batch) names the operation that made it: pass a model "
-                "from before."
+                f"{epoch}, counted from 0. functrain.inspect.explain_nan(bridge.keras_state(model, "
+                "batch), bridge.train_step(model), batch) names the operation that made it: pass a "
+                "model from before."
             )
 
     def _end_run(self, event: RunEnd) -> None:
+        if self.kind == "predict":
+            self.callbacks.on_predict_end()
+        elif self.kind == "test":
+            self.logs = keras_private.callbacks.as_floats(self.logs)
+            self.callbacks.on_test_end(self.logs)
+        else:
+            self._end_training(event)
+
+    def _end_training(self, event: RunEnd) -> None:
         if jax.process_count() > 1:
             self.is_stopped = event.was_stopped
-        if self.kind != "train":
-            return
         # A resumed fit that has no epoch left has not restored its callbacks yet.
         if self.memory is not None and self.memory.is_pending:
             self._resume(event, self.memory)
-        if self.memory is None:
-            self._finalize()
-            self.callbacks.on_train_end(logs=self.logs)
-            return
         # The run saves its own arrays after this event, and Keras donates those of the model if a
         # callback evaluates or predicts.
-        copies = copy_arrays(self.values.read())
-        self.values.push(copies)
+        if self.memory is not None:
+            self.values.push(copy_arrays(self.values.read()))
         self._finalize()
         self.callbacks.on_train_end(logs=self.logs)
-        final = self.values.read()
-        # The final values are saved beside the state from which a longer fit continues.
-        if not _have_equal_values(final, event.state, copies):
-            event.hand_over(final)
+        # Other final values are saved beside the state from which a longer fit continues.
+        if self.memory is not None:
+            self.values.update(event)
 
     def _stop_if_asked(self, event: Event) -> None:
         """Stops the run if a callback has asked for it, and not taken that back since."""
@@ -367,13 +320,3 @@ class KerasHook:
         if last is None:
             return self._logs_before
         return row_of_step(fetch_rows(last.rows, last.steps), last.steps - 1)
-
-
-def _have_equal_values(a: PyTree, b: PyTree, copies_of_b: PyTree) -> bool:
-    """Returns True if two states have equal values. All processes have to call it together."""
-    # An array of `a` that is one of the copies needs no comparison on the devices.
-    leaves = map(jax.tree.leaves, (a, b, copies_of_b))
-    for x, y, copied in zip(*leaves, strict=True):
-        if x is not copied and not jnp.array_equal(x, y, equal_nan=True):
-            return False
-    return True

@@ -12,16 +12,15 @@ from functrain.events import EpochEnd, LogsReady
 from functrain.internal import Logger
 
 
-def with_loggers(callbacks: Any) -> tuple[Any, list["LoggerCallback"]]:
-    """Returns callbacks with each logger wrapped in a `LoggerCallback`, and a list of these."""
+def wrap_loggers(callbacks: Any) -> Any:
+    """Returns callbacks with each logger of functrain wrapped in a `LoggerCallback`."""
 
     def wrap(callback: Any) -> Any:
         # A CSVLogger has a trigger, and Keras's callbacks have nothing that would ask it.
         is_logger = isinstance(callback, Logger) and not hasattr(callback, "every")
         return LoggerCallback(callback) if is_logger else callback
 
-    wrapped = keras.tree.map_structure(wrap, callbacks)
-    return wrapped, loggers_among(wrapped)
+    return keras.tree.map_structure(wrap, callbacks)
 
 
 def loggers_among(callbacks: Any) -> list["LoggerCallback"]:

@@ -10,7 +10,7 @@ import keras
 
 from bridge import keras_private
 from bridge._randomness import random_state, set_random_state
-from bridge.state._keras_state import variable_lists
+from bridge.state._keras_state import variable_paths
 from bridge.train._loggers import LoggerCallback
 from functrain import CheckpointMismatchError
 from functrain.internal import by_identity, is_resumable
@@ -115,15 +115,6 @@ class Memory:
     def _require_saved(self) -> dict[str, Any]:
         assert self._saved is not None, "restore comes first"
         return self._saved
-
-
-def variable_paths(model: keras.Model) -> dict[str, str]:
-    """Returns the path of each variable, by its name in a checkpoint."""
-    paths: dict[str, str] = {}
-    for name, variables in variable_lists(model).items():
-        for i, variable in enumerate(variables):
-            paths[f"{name}/{i}"] = variable.path
-    return paths
 
 
 def _comparable_paths(model: keras.Model) -> list[str]:

@@ -9,10 +9,8 @@ import keras
 
 import functrain as ft
 from bridge import keras_private
-from bridge.state import KerasState
-from bridge.state._keras_state import require_compiled, variable_lists, variable_values
-from bridge.train._compiling import cached_for
-from bridge.train._steps import KerasStep
+from bridge.state._keras_state import require_compiled, variable_paths, variable_values
+from bridge.train._steps import cached_step
 from functrain.internal import require
 from functrain.internal import tree as _tree
 
@@ -57,11 +55,12 @@ def memory(
     # `fit` moves the values out of the variables, which keep no second copy.
     options = {"fuse": fuse, "target": target, "sharding": sharding, "donate": True}
     needed = _report(ft.inspect.memory, model, batch, **options)
-    names = _variable_names(model)
+    names = variable_paths(model)
     # Keras may give several variables one path.
     leaves: collections.Counter[str] = collections.Counter()
     for path, size in needed.leaves.items():
-        leaves[names.get(path, path)] += size
+        name = f"{path.partition('/')[0]}/{names[path]}" if path in names else path
+        leaves[name] += size
     return dataclasses.replace(needed, leaves=dict(leaves.most_common()))
 
 
@@ -140,37 +139,13 @@ def cost(
 
 def _report(function: Callable[..., T], model: keras.Model, batch: Any, **options: Any) -> T:
     """Calls a function of `functrain.inspect` with a model's values and the step of `fit`."""
-    try:
-        state = _built_state(model, batch)
-        # The cached step keeps its programs, so that they are compiled once for all reports.
-        step = cached_for(model, "train", lambda: KerasStep(model, "train"))
-        return function(state, step, batch, **options)
-    except Exception as error:
-        if not isinstance(batch, tuple | list) or len(batch) < 2:
-            error.add_note("The batch has no labels. If the loss needs them, pass (x, y).")
-        raise
-
-
-def _built_state(model: keras.Model, batch: Any) -> KerasState:
-    """Builds a model for batches like this one; returns its variables' arrays, not copied."""
     require_compiled(model)
     expected = "arrays of numbers, or their shapes such as jax.ShapeDtypeStruct((32, 8), 'float32')"
     for path, leaf in _tree.leaves_with_path(batch):
-        is_valid = (
-            _tree.is_array(leaf) and leaf.shape and getattr(leaf.dtype, "kind", "f") not in "USO"
-        )
+        has_axes = _tree.is_array(leaf) and leaf.shape
+        is_valid = has_axes and getattr(leaf.dtype, "kind", "f") not in "USO"
         advice = f"The leaf is at {path}. The batch is (x, y), as fit would make it."
-        if getattr(model, "preprocessor", None) is not None:
-            advice += " Pass what model.preprocessor returns."
         require(is_valid, "batch", expected, leaf, advice, error=TypeError)
     keras_private.trainer.build(model, batch)
-    return variable_values(model)
-
-
-def _variable_names(model: keras.Model) -> dict[str, str]:
-    """Returns the names of the model's variables by the paths of their values in a state."""
-    return {
-        f"{group}/{i}": f"{group}/{variable.path}"
-        for group, variables in variable_lists(model).items()
-        for i, variable in enumerate(variables)
-    }
+    # The cached step keeps its programs, so that they are compiled once for all reports.
+    return function(variable_values(model), cached_step(model, "train"), batch, **options)

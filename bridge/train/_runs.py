@@ -1,9 +1,9 @@
 """Runs of a model's own steps in functrain's loop, with Keras's state, batches and callbacks."""
 
 import contextlib
-import re
-import warnings
-from collections.abc import Callable, Iterator
+import functools
+import weakref
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -11,14 +11,15 @@ import keras
 import numpy as np
 
 from bridge import keras_private
+from bridge.model._pure_layers import may_be_compiled
 from bridge.state._keras_state import write_keras_state
-from bridge.train._compiling import cached_for, runs_uncompiled
-from bridge.train._hook import Evaluation, KerasHook
-from bridge.train._memory import variable_paths
-from bridge.train._steps import KerasStep
-from functrain import CheckpointMismatchError, Position
+from bridge.train._batches import keras_batches
+from bridge.train._hook import KerasHook
+from bridge.train._steps import cached_step
+from functrain import Position
 from functrain.events import ChunkEnd
 from functrain.internal import (
+    Batches,
     DeferredSignals,
     FuseArg,
     Mode,
@@ -28,13 +29,15 @@ from functrain.internal import (
     Saving,
     accelerator_of,
     begin_run,
-    copy_arrays,
     fetch_outputs,
     longest_interval,
     nbytes,
     prediction_interval,
+    warn,
 )
-from functrain.internal import tree as _tree
+
+# Models whose user has been told that they run uncompiled.
+_warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 class Options(NamedTuple):
@@ -44,7 +47,123 @@ class Options(NamedTuple):
     rewrites: Mode
 
 
-def begin(
+class Evaluation:
+    """The evaluations at the ends of epochs of a fit.
+
+    Args:
+      model: The model.
+      data: The data to evaluate on.
+      size: Examples per step, or None.
+      steps: Steps per evaluation, or None.
+      freq: Number of epochs between evaluations, or a list of epochs, counted from 1.
+      options: The options of the fit.
+
+    Attributes:
+      is_iterator: True if each evaluation has the batches that follow those of the previous one.
+      batches: Returns the batches. As in Keras, they are made once, and serve all evaluations.
+    """
+
+    def __init__(
+        self, model: keras.Model, data: Any, size: Any, steps: Any, freq: Any, options: Options
+    ) -> None:
+        self._model, self._freq, self._options = model, freq, options
+        self.is_iterator = isinstance(data[0], Iterator)
+        self.batches = functools.cache(
+            lambda: keras_batches(model, data, size, steps, trains=False)
+        )
+
+    def is_due(self, epoch: int) -> bool:
+        """Returns True if an epoch, counted from 0, ends with an evaluation."""
+        if isinstance(self._freq, list):
+            return epoch + 1 in self._freq
+        return bool((epoch + 1) % self._freq == 0)
+
+    def run(self, callbacks: Any) -> dict[str, Any]:
+        """Evaluates and returns the metrics. As in Keras, the progress bar is not shown."""
+        return run_evaluate(self._model, self.batches(), callbacks, self._options, quiet=True)
+
+
+def run_fit(
+    hook: KerasHook,
+    options: Options,
+    *,
+    epochs: int,
+    initial_epoch: int,
+    saving: Saving | None,
+    quiet: bool,
+) -> Any:
+    """Trains a model and returns its history. The model is whole afterwards, also after errors."""
+    model = hook.model
+    # As in Keras 3.15.1, a fit of no epochs leaves the weights as they are.
+    hook.finalizes = epochs > 0
+    # With a checkpointer, the run itself handles SIGTERM, to save before it ends.
+    signals = DeferredSignals(
+        terminate="handled" if saving is None else "none", saves=saving is not None
+    )
+    with signals, contextlib.ExitStack() as stack:
+        # BackupAndRestore sets the epoch to continue from when it begins. A fit with a checkpointer
+        # does not have it, and its callbacks begin after the files that they write were restored.
+        if saving is None:
+            hook.begin()
+        first_epoch = keras_private.trainer.initial_epoch(model) or initial_epoch
+        run = _begin(hook, options, epochs=epochs, first_epoch=first_epoch, saving=saving)
+        stack.enter_context(contextlib.closing(run))
+        if run.resumed is not None:
+            assert hook.memory is not None
+            if not quiet:
+                print(run.resumed.describe())
+            if run.resumed.finished:
+                write_keras_state(run.state, model)
+                hook.memory.restore_history()
+                return model.history
+            _warn_of_inexact_resuming(run, hook)
+            stack.enter_context(hook.memory.files_restored())
+        if saving is not None:
+            hook.begin()
+        with _finish_at_end(hook, run):
+            for _ in run.handle_events(hook, hook.take_logs, signals=signals):
+                pass
+    return model.history
+
+
+def run_evaluate(
+    model: keras.Model, batches: Batches, callbacks: Any, options: Options, *, quiet: bool = False
+) -> dict[str, Any]:
+    """Evaluates a model and returns its metrics."""
+    keras_private.trainer.build_from(model, batches.data)
+    cached_step(model, "test")
+    # Ctrl-C between a program that donates the model's values and the assignment of the new ones
+    # would lose both.
+    with DeferredSignals() as signals:
+        hook = KerasHook(model, "test", batches, callbacks, quiet=quiet)
+        hook.begin()
+        run = _begin(hook, options)
+        with contextlib.closing(run), _finish_at_end(hook, run):
+            for _ in run.handle_events(hook, signals=signals):
+                pass
+    return hook.logs
+
+
+def run_predict(model: keras.Model, batches: Batches, callbacks: Any, options: Options) -> Any:
+    """Predicts with a built model and returns NumPy arrays."""
+
+    def chunks() -> Iterator[tuple[PyTree, int]]:
+        for event in run.handle_events(hook, signals=signals):
+            if isinstance(event, ChunkEnd):
+                yield event.rows, event.steps
+
+    with DeferredSignals() as signals:
+        hook = KerasHook(model, "predict", batches, callbacks)
+        hook.begin()
+        run = _begin(hook, options)
+        with contextlib.closing(run), _finish_at_end(hook, run):
+            outputs = fetch_outputs(chunks())
+    if not outputs:
+        raise ValueError("x: expected at least one batch to predict from, got none")
+    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
+
+
+def _begin(
     hook: KerasHook,
     options: Options,
     *,
@@ -54,10 +173,14 @@ def begin(
 ) -> Run:
     """Begins a run in functrain's loop that takes a model's own steps over the hook's batches."""
     model, kind, batches = hook.model, hook.kind, hook.batches
-    # The cached step keeps its compiled programs.
-    step = cached_for(model, kind, lambda: KerasStep(model, kind))
-    state, is_jitted = hook.values.read(), not runs_uncompiled(model)
-    fuse = _fuse(options.fuse, hook)
+    step = cached_step(model, kind)
+    state, is_jitted = hook.values.read(), not _runs_uncompiled(model)
+    fuse = options.fuse
+    if fuse == "auto" and model.steps_per_execution > 1:
+        # The user's way to tell Keras how many steps to take between two batch events.
+        fuse = int(model.steps_per_execution)
+    elif fuse == "auto" and not hook.calls.fusible:
+        fuse = 1
     # The plan keeps its functions, and must not keep the model's arrays in memory.
     state_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
 
@@ -84,7 +207,6 @@ def begin(
         intervals=intervals,
         chip=accelerator_of(state),
     )
-
     return begin_run(
         state,
         step,
@@ -105,96 +227,6 @@ def begin(
     )
 
 
-def run_fit(
-    hook: KerasHook,
-    options: Options,
-    signals: DeferredSignals,
-    *,
-    epochs: int,
-    initial_epoch: int,
-    saving: Saving | None,
-    evaluation: Evaluation | None,
-    quiet: bool,
-) -> Any:
-    """Trains a model and returns its history. The model is whole afterwards, also after errors."""
-    model = hook.model
-    # As in Keras 3.15.1, a fit of no epochs leaves the weights as they are.
-    hook.finalizes = epochs > 0
-    with contextlib.ExitStack() as stack:
-        # BackupAndRestore sets the epoch to continue from when it begins. A fit with a checkpointer
-        # does not have it, and its callbacks begin after the files that they write were restored.
-        if saving is None:
-            hook.begin()
-        first_epoch = keras_private.trainer.initial_epoch(model) or initial_epoch
-        with _note_variable_paths(model):
-            run = begin(hook, options, epochs=epochs, first_epoch=first_epoch, saving=saving)
-        stack.enter_context(contextlib.closing(run))
-        if run.resumed is not None:
-            _resume(run, hook, evaluation, quiet=quiet)
-            if run.resumed.finished:
-                return model.history
-            assert hook.memory is not None
-            stack.enter_context(hook.memory.files_restored())
-        if saving is not None:
-            hook.begin()
-        if evaluation is not None:
-            hook.is_evaluation_due = evaluation.is_due
-            hook.evaluate = _evaluator(hook, evaluation, options, run, signals)
-            # The function refers to the hook and to the run, which refer to it.
-            stack.callback(setattr, hook, "evaluate", dict)
-        with _finish_at_end(hook, run):
-            for _ in run.handle_events(hook, hook.take_logs, signals=signals):
-                pass
-    return model.history
-
-
-def run_evaluate(
-    hook: KerasHook, options: Options, act_on_signals: Callable[[], None]
-) -> dict[str, Any]:
-    """Evaluates a built model and returns its metrics; calls `act_on_signals` after each chunk."""
-    hook.begin()
-    run = begin(hook, options)
-    with contextlib.closing(run), _finish_at_end(hook, run):
-        for event in run.handle_events(hook):
-            if isinstance(event, ChunkEnd):
-                act_on_signals()
-        logs = keras_private.callbacks.as_floats(hook.logs)
-        hook.callbacks.on_test_end(logs)
-    return logs
-
-
-def run_predict(hook: KerasHook, options: Options, signals: DeferredSignals) -> Any:
-    """Predicts with a built model and returns NumPy arrays."""
-    hook.begin()
-    run = begin(hook, options)
-
-    def chunks() -> Iterator[tuple[PyTree, int]]:
-        for event in run.handle_events(hook, signals=signals):
-            if isinstance(event, ChunkEnd):
-                yield event.rows, event.steps
-
-    with contextlib.closing(run), _finish_at_end(hook, run):
-        outputs = fetch_outputs(chunks())
-        hook.callbacks.on_predict_end()
-    signals.handle_pending()
-    if not outputs:
-        raise ValueError("x: expected at least one batch to predict from, got none")
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
-
-
-def _resume(run: Run, hook: KerasHook, evaluation: Evaluation | None, *, quiet: bool) -> None:
-    """Restores from a checkpoint all that must be restored before the callbacks begin."""
-    assert run.resumed is not None
-    assert hook.memory is not None
-    if not quiet:
-        print(run.resumed.describe())
-    if run.resumed.finished:
-        write_keras_state(run.state, hook.model)
-        hook.memory.restore_history()
-    else:
-        _warn_of_inexact_resuming(run, hook, evaluation)
-
-
 @contextlib.contextmanager
 def _finish_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
     """Context manager: leaves the model with all its values, however the run ends."""
@@ -210,67 +242,44 @@ def _finish_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
     hook.finish(run)
 
 
-def _evaluator(
-    hook: KerasHook, evaluation: Evaluation, options: Options, fit: Run, signals: DeferredSignals
-) -> Callable[[], dict[str, Any]]:
-    """Returns a function that evaluates at the end of an epoch of a fit.
+def _runs_uncompiled(model: keras.Model) -> bool:
+    """Returns True if a model's steps run operation by operation, as they do in Keras.
 
-    If a signal comes meanwhile, the fit saves itself as it was before the end of the epoch.
+    Warns once for each model that does only because of layers that JAX may compile.
     """
-
-    def evaluate() -> dict[str, Any]:
-        batches = evaluation.batches()
-        # As in Keras, the callbacks of the fit are called, and its progress bar is not shown.
-        test_hook = KerasHook(hook.model, "test", batches, hook.callbacks, quiet=True)
-        if hook.memory is not None:
-            # The evaluation donates the model's arrays, and a signal saves those of the fit. The
-            # optimizer's are not among them.
-            test_hook.values.push(copy_arrays(test_hook.values.read()))
-        return run_evaluate(test_hook, options, lambda: fit.handle_signal_in_epoch_end(signals))
-
-    return evaluate
-
-
-def _fuse(fuse: FuseArg, hook: KerasHook) -> FuseArg:
-    """Returns K. "auto" becomes the model's own, or 1 if a callback may act on every step."""
-    if fuse != "auto":
-        return fuse
-    # The user's way to tell Keras how many steps to take between two batch events.
-    if hook.model.steps_per_execution > 1:
-        return int(hook.model.steps_per_execution)
-    return "auto" if hook.calls.fusible else 1
+    if model.run_eagerly:
+        return True
+    if model.jit_compile:
+        return False
+    layers = [x for x in keras_private.layers.all_layers(model) if not x.supports_jit]
+    if layers and model not in _warned and all(map(may_be_compiled, layers)):
+        _warned.add(model)
+        names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
+        warn(
+            f"model {model.name!r} runs uncompiled, which is slow: as in Keras, because of {names} "
+            "with supports_jit=False. If the layers have no side effects in Python, which a "
+            "compiled program has only once, set layer.supports_jit = True and compile the model "
+            "again; otherwise use compile(run_eagerly=True)."
+        )
+    return True
 
 
-@contextlib.contextmanager
-def _note_variable_paths(model: keras.Model) -> Iterator[None]:
-    """Context manager: adds to errors about a checkpoint the paths of the variables they name."""
-    try:
-        yield
-    except CheckpointMismatchError as error:
-        # A KerasState numbers its leaves, such as trainable/3.
-        paths = variable_paths(model)
-        leaf_names = re.findall(r"\b\w+/\d+", str(error))
-        lines = [f"{name} is {paths[name]}" for name in leaf_names if name in paths]
-        if lines:
-            error.add_note(f"In this model:\n{_tree.bullets(lines)}")
-        raise
-
-
-def _warn_of_inexact_resuming(run: Run, hook: KerasHook, evaluation: Evaluation | None) -> None:
+def _warn_of_inexact_resuming(run: Run, hook: KerasHook) -> None:
     """Warns of data and callbacks that cannot resume exactly."""
+    assert hook.memory is not None
     problems: list[str] = []
     if run.position.step and "examples" not in keras_private.data.fingerprint(hook.batches.data):
         problems.append(
             "x: only arrays are known to give the same batches again. These data are iterated "
             "from their start, and the batches of the epoch before the checkpoint are skipped."
         )
-    if run.position.epoch and evaluation is not None and evaluation.is_iterator:
+    if run.position.epoch and hook.evaluation is not None and hook.evaluation.is_iterator:
         problems.append(
             "validation_data: expected arrays, or data that can be iterated again, got an "
             "iterator. It starts from its beginning, so evaluations may have other batches."
         )
-    missing = [] if hook.memory is None else hook.memory.missing_callbacks()
+    missing = hook.memory.missing_callbacks()
     if missing:
         problems.append(f"callbacks: the checkpoint has {missing}, which this fit does not have.")
     for problem in problems:
-        warnings.warn(problem, stacklevel=4)
+        warn(problem)

@@ -3,18 +3,15 @@
 import contextlib
 import traceback
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
 
 from bridge import keras_private
-from bridge.state._keras_state import KerasState, Variables, require_compiled
-from bridge.train._carried import carry_metrics
+from bridge.state._keras_state import KerasState, Variables, require_compiled, variable_lists
 from functrain import Step
-from functrain.internal import PyTree, StepTraits, add_notes, jit, require_instance
-from functrain.internal import tree as _tree
+from functrain.internal import PyTree, StepTraits, error_notes, jit, require_instance
 
 
 def train_step(model: keras.Model) -> Step[KerasState]:
@@ -30,7 +27,7 @@ def train_step(model: keras.Model) -> Step[KerasState]:
 
     Raises:
       TypeError: `model` is not a keras.Model.
-      ValueError: `model` is not compiled.
+      ValueError: `model` is not compiled, or a layer has ``stateful=True``.
 
     Examples:
       >>> import bridge, functrain as ft, keras, numpy as np
@@ -64,12 +61,33 @@ def test_step(model: keras.Model) -> Step[KerasState]:
     return KerasStep(model, "test")
 
 
+def cached_step(model: keras.Model, kind: str) -> "KerasStep":
+    """Returns the step of fit, evaluate or predict, which keeps its compiled programs.
+
+    It is stored beside Keras's own compiled step, and replaced and freed together with it: by
+    `model.compile` and `model.make_train_function(force=True)`. Other changes have no effect, as in
+    Keras: attributes of a layer and what a loss refers to are compiled in.
+    """
+    owner = keras_private.trainer.owner_of_step(model, kind)
+    # Freezing layers moves variables between the lists, which a trace takes as they are.
+    variables = [list(map(id, variables)) for variables in variable_lists(model).values()]
+    # Past Keras's __setattr__, which would track the step.
+    cached = vars(owner).get(f"_bridge_{kind}")
+    if cached is None or cached[0] != variables:
+        cached = variables, KerasStep(model, kind)
+        vars(owner)[f"_bridge_{kind}"] = cached
+    return cached[1]
+
+
 class KerasStep(StepTraits):
     """One of a model's own steps as a functrain step.
 
     Args:
       model: The model; compiled, unless the step predicts.
       kind: "train", "test" or "predict".
+
+    Raises:
+      ValueError: The model trains or evaluates a stateful RNN.
     """
 
     # Keras functions that are jitted stay compiled if the step runs operation by operation.
@@ -78,6 +96,8 @@ class KerasStep(StepTraits):
     def __init__(self, model: keras.Model, kind: str) -> None:
         self.model = model
         self.kind = kind
+        if kind != "predict":
+            _require_stateless_rnns(model)
         # Traced once for each shape of a batch, as in Keras: `output_shapes` and all programs share
         # the trace.
         self._traced_predict = jit(self._predict, inline=True)
@@ -87,40 +107,31 @@ class KerasStep(StepTraits):
         expected = "a KerasState, from bridge.keras_state(model)"
         advice = "For a TrainState use functrain.train_step."
         require_instance("state", state, KerasState, expected, advice)
-        if self.kind == "predict":
+        with error_notes(batch):
+            if self.kind != "predict":
+                return self._train_or_test(state, batch)
             leaves = jax.tree.leaves((state, batch))
             is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
-            with note_data(self.model, batch):
-                return (self._traced_predict if is_traced else self._predict)(state, batch)
-        require_stateless_rnns(self.model)
-        # A layer that is first called inside the trace makes its variables there.
-        variables_before = len(self.model.variables)
-        with note_data(self.model, batch), _note_missing_value():
-            state, logs = self._train_or_test(state, batch)
-        _require_no_new_variables(self.model, variables_before)
-        return state, logs
+            return (self._traced_predict if is_traced else self._predict)(state, batch)
 
     def output_shapes(self, state: KerasState, batch: PyTree) -> PyTree:
         """Returns the shapes of the outputs for a batch, given the shapes of a state."""
-        with note_data(self.model, batch):
+        with error_notes(batch):
             return self._traced_predict.eval_shape(state, batch)[1]
 
     def _train_or_test(self, state: KerasState, batch: PyTree) -> tuple[KerasState, PyTree]:
         # Keras's order of the four lists; its steps return logs first, and the state after them.
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
-        with carry_metrics(self.model, state.metrics) as merge:
+        with _hidden_values(self.model):
             if self.kind == "train":
                 logs, new = self.model.train_step(old, batch)
-                trainable, non_trainable, optimizer, metrics = new
             else:
                 tested = (state.trainable, state.non_trainable, state.metrics)
                 logs, (trainable, non_trainable, metrics) = self.model.test_step(tested, batch)
-                optimizer = state.optimizer
-            non_trainable, metrics = merge(non_trainable, metrics)
+                new = (trainable, non_trainable, state.optimizer, metrics)
         method = f"{type(self.model).__name__}.{self.kind}_step"
         expected = "a dict of logs, such as {'loss': loss}, as in Keras's own fit"
         require_instance(method, logs, dict, expected)
-        new = (trainable, non_trainable, optimizer, metrics)
         return KerasState(*map(_cast_like, old, new)), logs
 
     def _predict(self, state: KerasState, batch: PyTree) -> tuple[KerasState, PyTree]:
@@ -130,68 +141,38 @@ class KerasStep(StepTraits):
 
 
 @contextlib.contextmanager
-def _note_missing_value() -> Iterator[None]:
-    """Context manager: adds to the error of a variable without a value which one it is, and why.
+def _hidden_values(model: keras.Model) -> Iterator[None]:
+    """Context manager: takes the values out of a model's variables, as Keras's own fit does.
 
-    Keras says "'NoneType' object is not callable".
+    A step that reads a variable outside of its state then raises an error, instead of being
+    compiled with a value that changes, or losing what a layer's `call` assigns to a metric.
+
+    Raises:
+      ValueError: The step made variables, for which the state has no place.
     """
+    variables = [v for variables in variable_lists(model).values() for v in variables]
+    variables_before = len(model.variables)
     try:
-        yield
+        with keras_private.variables.temporary_values((v, None) for v in variables):
+            yield
     except TypeError as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        variable = frames[-1].f_locals.get("self")
-        if isinstance(variable, keras.Variable) and frames[-1].f_code.co_name == "value":
+        # Keras says "'NoneType' object is not callable".
+        frame = list(traceback.walk_tb(error.__traceback__))[-1][0]
+        variable = frame.f_locals.get("self")
+        if isinstance(variable, keras.Variable) and frame.f_code.co_name == "value":
             error.add_note(
                 f"The step reads {variable.path} outside of its state, as a metric that returns "
                 "the learning rate does. While steps run, variables have no values, as in Keras's "
-                "own fit. Read it in a callback instead.",
+                "own fit. Read it in a callback instead."
             )
         raise
-
-
-@contextlib.contextmanager
-def note_data(model: keras.Model, data: PyTree) -> Iterator[None]:
-    """Context manager: adds to an exception the shapes of the data, and of the model's inputs.
-
-    Args:
-      model: The model.
-      data: A batch, or all data: x, (x, y) or (x, y, sample_weight).
-    """
-    # A failing build leaves the wrong input shapes in the model, so they are read before it.
-    inputs = _input_spec(model) if model.built else ""
-    try:
-        yield
-    except Exception as error:
-        model_note = f"; the model {model.name!r} takes {inputs}" if inputs else ""
-        add_notes(error, describe_batch(data) + model_note)
-        raise
-
-
-def describe_batch(data: PyTree) -> str:
-    """Returns the dtypes and shapes of x, y and sample_weight, or of another batch's leaves."""
-    try:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    except ValueError:
-        # A user's train_step may unpack other batches, such as (a, b, c, d).
-        return f"batch {_specs(data)}"
-    text = f"x {_specs(x) or 'None'}, y {_specs(y) or 'None'}"
-    weight_specs = _specs(sample_weight)
-    return f"{text}, sample_weight {weight_specs}" if weight_specs else text
-
-
-def _specs(tree: PyTree) -> str:
-    return ", ".join(map(_tree.spec, jax.tree.leaves(tree)))
-
-
-def _input_spec(model: keras.Model) -> str:
-    """Returns the inputs that a model was made or built for; "" if they are unknown."""
-    try:
-        inputs = keras.tree.flatten(model.inputs)
-        return ", ".join(map(_tree.strong_spec, inputs))
-    except (AttributeError, ValueError):
-        # A subclass of keras.Model knows only the shape that it was built for.
-        config: dict[str, Any] = getattr(model, "get_build_config", dict)() or {}
-        return f"inputs of shape {config['input_shape']}" if "input_shape" in config else ""
+    new_paths = [variable.path for variable in model.variables[variables_before:]]
+    if new_paths:
+        raise ValueError(
+            f"model: expected {model.name!r} to have all its variables before a step, got a step "
+            f"that made {', '.join(new_paths)}: a layer is called for the first time where "
+            "training=True. Call model(x, training=True) once, and compile it again."
+        )
 
 
 def _cast_like(old: Variables, new: Variables) -> Variables:
@@ -199,19 +180,7 @@ def _cast_like(old: Variables, new: Variables) -> Variables:
     return [jnp.asarray(x, dtype=v.dtype) for v, x in zip(old, new, strict=True)]
 
 
-def _require_no_new_variables(model: keras.Model, count: int) -> None:
-    """Raises ValueError if a step has made variables: the state has no place for them."""
-    paths = [variable.path for variable in model.variables[count:]]
-    if paths:
-        raise ValueError(
-            f"model: expected {model.name!r} to have all its variables before a step, got a step "
-            f"that made {', '.join(paths)}: a layer is called for the first time where "
-            "training=True. Call the model once on a batch, model(x, training=True), and compile "
-            "it again."
-        )
-
-
-def require_stateless_rnns(model: keras.Model) -> None:
+def _require_stateless_rnns(model: keras.Model) -> None:
     """Raises ValueError for a stateful RNN, whose states are in none of the model's lists."""
     for layer in keras_private.layers.all_layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:

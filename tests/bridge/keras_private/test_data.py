@@ -13,18 +13,18 @@ del bridge
 
 
 def test_epoch_iterator_yields_steps_and_an_iterator_of_batches():
-    steps = [(begin, end, next(items).arrays()[0].shape) for begin, end, items in epochs()]
+    all_epochs = epochs()
+    steps = [(a, b, all_epochs.batch_of(next(items))[0].shape) for a, b, items in all_epochs]
     assert steps == [(0, 0, (4, 3)), (1, 1, (4, 3)), (2, 2, (2, 3))]
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])
 def test_array_adapter_is_read_in_the_order_of_its_own_iterator(shuffle):
-    adapter = epochs(shuffle=shuffle).data_adapter
+    iterator = epochs(shuffle=shuffle)
     np.random.seed(0)
-    theirs = [x for x, _ in adapter.get_jax_iterator()]
+    theirs = [x for x, _ in iterator.data_adapter.get_jax_iterator()]
     np.random.seed(0)
-    arrays = keras_private.data.array_batches(adapter)
-    ours = [arrays.take(rows)[0] for rows, _ in arrays]
+    ours = [iterator.arrays.take(rows)[0] for rows in iterator.arrays]
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -41,7 +41,7 @@ def test_train_validation_split_takes_the_last_part():
 
 
 def batches_of(found, number):
-    return [np.asarray(next(found).arrays()[0]) for _ in range(number)]
+    return [np.asarray(next(found)) for _ in range(number)]
 
 
 @pytest.mark.parametrize("shuffle", [False, True, "batch"])

@@ -9,7 +9,6 @@ import numpy as np
 from keras import layers
 
 from bridge import keras_private
-from bridge.train import _batches
 from tests.bridge.keras_private.models import compiled, epochs
 
 del bridge
@@ -27,7 +26,7 @@ def test_symbolic_build_takes_no_batch_where_all_is_built():
     model = compiled()
     keras_private.trainer.build_from(model, epochs())
     assert keras_private.trainer.is_built(model)
-    source = keras_private.data.epochs(_batches.pass_starter, x=once())
+    source = keras_private.data.epochs(x=once())
     keras_private.trainer.build_from(model, source)
     assert len([next(items) for _, _, items in itertools.islice(source, 1)]) == 1
 
@@ -55,9 +54,15 @@ def test_flatten_metrics_in_order_returns_a_list():
     assert keras_private.trainer.metrics_in_order(model, {"mae": 2.0, "loss": 1.0}) == [1.0, 2.0]
 
 
-def test_compiled_parts_are_other_objects_after_compile():
-    model = compiled()
-    before = keras_private.trainer.compiled_parts(model)
-    model.compile("adam", "mae", metrics=["mse"])
-    after = keras_private.trainer.compiled_parts(model)
-    assert all(a is not b for a, b in zip(before, after, strict=True))
+def test_the_owner_of_a_step_is_another_object_after_compile():
+    class Own(keras.Sequential):
+        def make_train_function(self, force=False):
+            raise AssertionError("not called")
+
+    for cls in (keras.Sequential, Own):
+        model = cls([keras.Input((3,)), layers.Dense(2)])
+        model.compile("sgd", "mse")
+        before = keras_private.trainer.owner_of_step(model, "train")
+        assert keras_private.trainer.owner_of_step(model, "train") is before
+        model.compile("adam", "mae", metrics=["mse"])
+        assert keras_private.trainer.owner_of_step(model, "train") is not before

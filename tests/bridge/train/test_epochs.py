@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import pytest
 
-from bridge.train._hook import Evaluation
+from bridge.train._runs import Evaluation, Options
 
 del bridge
 
@@ -15,5 +15,5 @@ del bridge
 @pytest.mark.parametrize("freq", [1, 2, 3, [1, 4], []])
 def test_an_evaluation_is_due_when_it_is_in_keras(freq: Any) -> None:
     theirs = [keras.Sequential()._should_eval(epoch, freq) for epoch in range(6)]
-    evaluation = Evaluation(keras.Sequential(), None, None, None, freq)
+    evaluation = Evaluation(keras.Sequential(), (None,), None, None, freq, Options(1, "off"))
     assert [evaluation.is_due(epoch) for epoch in range(6)] == theirs

@@ -117,23 +117,6 @@ def test_data_that_are_no_numbers_are_refused_with_what_to_pass(x: Any, model: k
         bridge.memory(model, (x, Y))
 
 
-def test_a_model_with_a_preprocessor_asks_for_what_it_returns() -> None:
-    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
-    model.compile("adam", "mse")
-    model.preprocessor = lambda x, y: (x, y)
-    with pytest.raises(TypeError, match=r"Pass what model\.preprocessor"):
-        bridge.memory(model, (np.array(["a", "b"]), Y[:2]))
-
-
-def test_a_batch_without_labels_is_noted(model: keras.Model) -> None:
-    for batch in (X, (X,)):
-        with pytest.raises(ValueError, match="None") as raised:
-            bridge.cost(model, batch)
-        assert "The batch has no labels. If the loss needs them, pass (x, y)." in (
-            raised.value.__notes__
-        )
-
-
 def test_a_model_that_is_not_compiled_is_refused() -> None:
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
     for report in (bridge.memory, bridge.cost, bridge.largest_batch):

@@ -204,11 +204,3 @@ def test_a_fit_of_no_epochs_keeps_what_a_callback_assigned(tmp_path) -> None:
     checkpoints = ft.Checkpointer(tmp_path)
     model, _ = fit(dense, lambda: {"epochs": 0}, checkpointer=checkpoints, callbacks=[callback])
     assert all((x == 7).all() for x in model.get_weights())
-
-
-def test_it_refuses_a_second_backup(tmp_path) -> None:
-    def both() -> dict[str, Any]:
-        return {"callbacks": [keras.callbacks.BackupAndRestore(tmp_path / "b")]}
-
-    with pytest.raises(ValueError, match="expected no BackupAndRestore beside checkpointer="):
-        fit(dense, both, checkpointer=ft.Checkpointer(tmp_path / "c"))

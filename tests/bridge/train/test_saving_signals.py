@@ -56,7 +56,7 @@ class Signalled(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize("method", ["on_test_batch_end", "on_test_end"])
-def test_ctrl_c_in_an_evaluation_saves_what_training_had(method, tmp_path, ctrl_c) -> None:
+def test_ctrl_c_in_an_evaluation_saves_after_it(method, tmp_path, ctrl_c) -> None:
     def two_epochs() -> dict[str, Any]:
         return {**evaluated(), "epochs": 2}
 
@@ -70,27 +70,7 @@ def test_ctrl_c_in_an_evaluation_saves_what_training_had(method, tmp_path, ctrl_
     assert found.history == history.history
 
 
-def test_ctrl_c_ends_an_evaluation_at_its_next_batch(tmp_path, ctrl_c) -> None:
-    batches: list[int] = []
-
-    class Interrupted(keras.callbacks.Callback):
-        def on_test_batch_end(self, batch: int, logs: Any = None) -> None:
-            batches.append(batch)
-            signal.raise_signal(signal.SIGINT)
-
-    checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
-    with pytest.raises(KeyboardInterrupt):
-        fit(
-            dense,
-            lambda: {**evaluated(), "validation_batch_size": 2},
-            checkpointer=checkpoints,
-            callbacks=[Interrupted()],
-        )
-    assert batches == [0]
-    assert checkpoints.latest() == 7
-
-
-def test_ctrl_c_in_an_evaluation_saves_callbacks_as_they_were_before_it(tmp_path, ctrl_c) -> None:
+def test_ctrl_c_in_an_evaluation_of_swapped_weights_saves_after_it(tmp_path, ctrl_c) -> None:
     def swapped() -> dict[str, Any]:
         # It swaps the weights when an evaluation begins, and again when it ends.
         swap = keras.callbacks.SwapEMAWeights()

@@ -104,18 +104,6 @@ def test_the_loss_of_a_train_step_is_differentiable() -> None:
     assert any(np.any(g) for g in grads)
 
 
-def test_a_model_that_is_not_compiled_is_refused() -> None:
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(4)])
-    for function in (bridge.keras_state, bridge.train_step, bridge.test_step):
-        with pytest.raises(ValueError, match=r"compiled\. Call model\.compile"):
-            function(model)
-
-
-def test_something_else_than_a_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"keras\.Model, got Dense"):
-        bridge.train_step(layers.Dense(1))
-
-
 def test_a_state_before_the_first_batch_is_refused() -> None:
     with pytest.raises(ValueError, match=r"Pass one: bridge\.keras_state"):
         bridge.keras_state(compiled())
@@ -124,15 +112,6 @@ def test_a_state_before_the_first_batch_is_refused() -> None:
 def test_a_state_of_another_kind_is_refused() -> None:
     with pytest.raises(TypeError, match="expected a KerasState"):
         bridge.train_step(compiled())([], BATCH)
-
-
-def test_a_stateful_rnn_is_refused_in_words() -> None:
-    model = keras.Sequential([keras.Input((6, 4), batch_size=8), layers.LSTM(4, stateful=True)])
-    model.compile("sgd", "mse")
-    x = np.zeros((8, 6, 4), np.float32)
-    with pytest.raises(ValueError, match="expected stateful=False"):
-        bridge.fit(model, x, Y[0], batch_size=8, verbose=0)
-    assert all(np.isfinite(v.value).all() for v in model.variables)
 
 
 def test_a_state_that_does_not_fit_is_refused_and_nothing_written() -> None:
@@ -153,86 +132,6 @@ def test_a_traced_state_is_refused() -> None:
     state = bridge.keras_state(model, BATCH)
     with pytest.raises(TypeError, match="got a tracer"):
         jax.jit(lambda s: bridge.to_keras(s, model) and None)(state)
-
-
-class Counts(layers.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = keras.metrics.Mean(name="seen")
-
-    def call(self, x: Any) -> Any:
-        self.seen.update_state(x)
-        return x
-
-
-@pytest.mark.parametrize("fuse", [1, 3, "auto"])
-def test_metrics_updated_in_call_are_carried(fuse: Any) -> None:
-    x, y = X.reshape(40, 4), Y.reshape(40, 4)
-    model = keras.Sequential([keras.Input((4,)), Counts(), layers.Dense(4)])
-    model.compile("adam", "mse", metrics=["mae"])
-    data = {"x": x, "y": y, "batch_size": 8, "verbose": 0, "fuse": fuse}
-    history = bridge.fit(model, **data, epochs=2, shuffle=False, validation_data=(2 * x, y))
-    np.testing.assert_allclose(history.history["seen"], [x.mean()] * 2, rtol=1e-5)
-    np.testing.assert_allclose(history.history["val_seen"], [2 * x.mean()] * 2, rtol=1e-5)
-    assert bridge.evaluate(model, **data, return_dict=True)["seen"] == pytest.approx(x.mean())
-    assert not any(isinstance(v.value, jax.core.Tracer) for v in model.metrics_variables)
-    assert "assign" not in vars(model.layers[0].seen.variables[0])
-
-
-class OwnStep(keras.Model):
-    """A step that never calls a loss of Keras's; its forward pass updates a metric."""
-
-    def __init__(self, calls: int = 1) -> None:
-        super().__init__()
-        self.calls = calls
-        self.counts = Counts()
-        self.norm = layers.BatchNormalization()
-        self.out = layers.Dense(4)
-
-    def call(self, x: Any, training: bool = False) -> Any:
-        return self.out(self.norm(self.counts(x), training=training))
-
-    def train_step(self, state: Any, data: Any) -> Any:
-        trainable, rest, opt, metrics = state
-        x, y = data
-
-        def loss(trainable: Any, rest: Any) -> Any:
-            for i in range(self.calls):
-                y_pred, rest = self.stateless_call(trainable, rest, x + i, training=True)
-            return jnp.mean((y - y_pred) ** 2), rest
-
-        (value, rest), grads = jax.value_and_grad(loss, has_aux=True)(trainable, rest)
-        trainable, opt = self.optimizer.stateless_apply(opt, grads, trainable)
-        return {"loss": value}, (trainable, rest, opt, metrics)
-
-
-@pytest.mark.parametrize("calls", [1, 2])
-def test_metrics_updated_in_call_are_carried_through_a_step_without_a_loss(calls: int) -> None:
-    model = OwnStep(calls)
-    model.compile("adam")
-    model(X[0])
-    model.reset_metrics()  # the call above counted, too
-    state = bridge.keras_state(model, BATCH)
-    state, _ = ft.fuse(bridge.train_step(model), 5)(state, (X, Y))
-    assert len(state.non_trainable) == len(model.non_trainable_variables)
-    bridge.to_keras(state, model)
-    expected = np.mean([X.mean() + i for i in range(calls)])
-    assert float(model.counts.seen.result()) == pytest.approx(expected, abs=1e-6)
-    assert float(model.counts.seen.count.value) == X[..., 0].size * calls
-
-
-def test_a_metric_that_the_step_itself_sets_is_left_as_it_set_it() -> None:
-    class Sets(OwnStep):
-        def train_step(self, state: Any, data: Any) -> Any:
-            logs, (trainable, rest, opt, metrics) = super().train_step(state, data)
-            return logs, (trainable, rest, opt, [jnp.full_like(m, 7) for m in metrics])
-
-    model = Sets()
-    model.compile("adam")
-    model(X[0])
-    state = bridge.keras_state(model, BATCH)
-    state, _ = ft.fuse(bridge.train_step(model), 5)(state, (X, Y))
-    assert {float(m) for m in state.metrics} == {7}
 
 
 @pytest.mark.parametrize("kind", ["train", "test"])
