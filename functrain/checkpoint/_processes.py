@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from functrain.distributed import _coordination
-from functrain.distributed._ending import LEAVE_TIMEOUT
-from functrain.distributed._stopping import why_missing
+from functrain.distributed._stopping import LEAVE_TIMEOUT, why_missing
 
 # Long enough for the slowest disks. JAX's heartbeat detects a killed process much sooner.
 _TIMEOUT = 3600.0  # seconds
@@ -113,7 +112,8 @@ class ProcessGroup:
         """Returns what another process posts; an error in its place if it will never post."""
         deadline, since = time.monotonic() + _TIMEOUT, time.monotonic()
         while (posted := _coordination.wait_for(f"{folder}/{name}", _PEER_CHECK_INTERVAL)) is None:
-            reason = why_missing(process, in_run=self is main_group)
+            # A save that has begun goes on in a thread after its run.
+            reason = why_missing(process) if self is main_group else ""
             # Its last message may be under way when it leaves.
             if reason and time.monotonic() - since > LEAVE_TIMEOUT:
                 break

@@ -1,17 +1,12 @@
 """Fetching of arrays to the host, including arrays spread over processes."""
 
 import pickle
-import threading
-import time
 from typing import Any
 
 import jax
 import numpy as np
 
 from functrain.common._types import PyTree
-
-# When each thread began to wait for all processes, as far as threads do.
-_waiting_since: dict[int, float] = {}
 
 
 def fetch_global(tree: PyTree) -> PyTree:
@@ -35,18 +30,7 @@ def _gather_shards(x: Any) -> Any:
 def _allgather(x: Any, **options: Any) -> Any:
     from jax.experimental import multihost_utils
 
-    thread = threading.get_ident()
-    _waiting_since[thread] = time.monotonic()
-    try:
-        return multihost_utils.process_allgather(x, **options)
-    finally:
-        del _waiting_since[thread]
-
-
-def seconds_of_waiting() -> float:
-    """Returns how long this process has waited for all processes by now; 0.0 if it does not."""
-    now = time.monotonic()
-    return max((now - since for since in list(_waiting_since.values())), default=0.0)
+    return multihost_utils.process_allgather(x, **options)
 
 
 def gather_from_processes(value: Any) -> list[Any]:

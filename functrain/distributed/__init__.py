@@ -2,7 +2,6 @@
 
 Files:
   _initialize: connects this process to the others, if there are others
-  _ending: ends all processes soon after one has failed, or has left the others
   _stopping: agreement of the processes of a run on the event after which it stops
   _coordination: key-value store of JAX's coordination service
   _jax_private: the private names of JAX in functrain

@@ -1,16 +1,19 @@
 """Connection of this process to the others, if there are others."""
 
+import atexit
 import os
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
 import jax
 
-from functrain.common._checks import require, require_instance, require_integer
-from functrain.distributed._ending import watch_peers
+from functrain.common._checks import require
+from functrain.distributed._jax_private import do_not_wait_at_exit
 from functrain.distributed._stopping import leave_all_runs
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -33,9 +36,9 @@ def initialize(
     - If nothing configures other processes, the process runs alone.
     - On one machine, at a loopback address, the coordinator listens only to that address. JAX would
       listen to all addresses of the machine.
-    - If an exception ends one process, or if one leaves a run that the others continue, all end
-      within ten seconds, with status 1 and a message. JAX would wait five minutes for the others,
-      which wait for this one.
+    - A process that an uncaught exception ends does not wait for the others, so that
+      ``functrain.launch`` or the manager of a cluster can end them. JAX would wait for five
+      minutes.
 
     Args:
       coordinator_address: Address of the first process, such as ``"10.0.0.1:1234"``.
@@ -63,24 +66,17 @@ def initialize(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = _read_environment("JAX_NUM_PROCESSES") if num_processes is None else num_processes
     number = _read_environment("JAX_PROCESS_ID") if process_id is None else process_id
-    # JAX looks for those that are None.
-    if address is not None:
-        require_instance("coordinator_address", address, str, "a text, such as '10.0.0.1:1234'")
-    for name, value in {"num_processes": count, "process_id": number}.items():
-        if value is not None:
-            require_integer(name, value, 0)
+    config = {"coordinator_address": address, "num_processes": count, "process_id": number}
     # Otherwise JAX would listen to all addresses of the machine.
     if address is not None and address.rpartition(":")[0] in _LOOPBACK:
         more = {"coordinator_bind_address": address, **more}
-    timer = None
     # If one of them is unknown, JAX detects it, or raises an error.
-    if address is not None and count is not None and number is not None:
-        timeout = more.get("initialization_timeout", 300)
-        timer = _wait_for_coordinator(address, count, number, timeout)
+    is_known = address is not None and count is not None and number is not None
+    timeout = more.get("initialization_timeout", 300)
+    timer = _wait_for_coordinator(address, count, number, timeout) if is_known else None
     try:
-        jax.distributed.initialize(address, count, number, **more)
+        jax.distributed.initialize(**config, **more)
     except ValueError as error:
-        config = {"coordinator_address": address, "num_processes": count, "process_id": number}
         # JAX says that an argument "must be defined" if it could not detect it.
         if "defined" not in str(error):
             raise
@@ -91,23 +87,39 @@ def initialize(
                 "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or pass all three."
             ) from error
     else:
-        watch_peers(leave_all_runs)
+        sys.excepthook = _exit_after(sys.excepthook)
+        atexit.register(leave_all_runs)
     finally:
         if timer is not None:
             timer.cancel()
 
 
-def _wait_for_coordinator(address: str, count: int, number: int, seconds: float) -> threading.Timer:
-    """Waits for the first process. Returns a timer that prints a message before JAX's timeout.
+def _exit_after(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns an excepthook that calls another one, and exits without waiting for the others."""
 
-    JAX would abort the process without naming the process or the address.
-    """
+    def print_and_exit(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        hook(kind, error, trace)
+        if hasattr(sys, "ps1"):  # an error at a prompt does not end the session
+            return
+        do_not_wait_at_exit()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        # JAX's client would wait for the others when the interpreter deletes it.
+        os._exit(130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    return print_and_exit
+
+
+def _wait_for_coordinator(address: str, count: int, number: int, seconds: float) -> threading.Timer:
+    """Waits for the first process. Returns a timer that prints a message before JAX's timeout."""
     expected = f"a number from 0 to {count - 1}, since num_processes is {count}"
     require(0 <= number < count, "process_id", expected, number)
     require(address.rpartition(":")[2].isdecimal(), "coordinator_address", "host:port", address)
     name = f"process {number} of {count}, coordinator {address}"
     if number:
-        seconds -= _wait_for_answer(address, seconds, name)
+        _wait_for_answer(address, seconds, name)
     # JAX aborts the process from C++, where no exception can be caught, so the message comes first.
     timer = threading.Timer(0.9 * seconds, _print_missing, [name, seconds])
     timer.daemon = True
@@ -115,30 +127,29 @@ def _wait_for_coordinator(address: str, count: int, number: int, seconds: float)
     return timer
 
 
-def _wait_for_answer(address: str, seconds: float, name: str) -> float:
-    """Waits until a process answers at an address; returns the seconds that it took."""
+def _wait_for_answer(address: str, seconds: float, name: str) -> None:
+    """Waits until a process answers at an address."""
     host, _, port = address.rpartition(":")
-    start = time.monotonic()
+    deadline = time.monotonic() + seconds
     while True:
-        remaining = seconds - (time.monotonic() - start)
         try:
-            with socket.create_connection((host.strip("[]"), int(port)), max(remaining, 0.1)):
-                return time.monotonic() - start
+            with socket.create_connection((host.strip("[]"), int(port)), max(seconds, 0.1)):
+                return
         except OSError as error:
-            if remaining <= 0:
+            if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"initialize: {name}: expected an answer within {seconds:g} s, got {error}. Is "
                     "process 0 running, is this its host, and is the port open from here? "
                     "initialization_timeout= waits for longer."
                 ) from error
-            time.sleep(min(0.2, remaining))
+            time.sleep(0.2)
 
 
 def _print_missing(name: str, seconds: float) -> None:
     print(
         f"functrain: {name}: not all processes have connected; JAX aborts this one after "
-        f"{seconds:.0f} s. Start all processes with the same address and number of processes, and "
-        "each with its own process_id.",
+        f"{seconds:.0f} s. Start all with the same address and number of processes, and each with "
+        "its own process_id.",
         file=sys.stderr,
         flush=True,
     )

@@ -7,6 +7,7 @@ last checkpoint.
 
 import argparse
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -14,8 +15,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO
+from collections.abc import Iterator, Sequence
+from typing import IO, TypeAlias
 
 from functrain.common._paths import path_text
 
@@ -33,16 +34,12 @@ if os.getppid() == int(sys.argv[1]):  # otherwise it died before the call
     os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
+Process: TypeAlias = subprocess.Popen[bytes]
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command, and returns its exit status."""
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if not os.path.exists(options.script):
-        parser.error(f"argument script: expected a Python file, got no file {options.script!r}")
-    problem = _binding_problem(options.processes) if options.bind else ""
-    if problem:
-        parser.error(f"argument --bind: {problem}")
+    options = _parse(arguments)
     with _recorded_signals() as signals:
         for attempt in range(options.restarts + 1):
             if attempt:
@@ -55,37 +52,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m functrain.launch",
         description="Starts a script in several processes on this machine. The script has to call "
         "functrain.distributed.initialize() first.",
     )
     add = parser.add_argument
-    count = _at_least(1, int)
-    add("-n", "--processes", type=count, required=True, help="number of processes")
-    help_text = "restarts of all processes after one dies (3)"
-    add("--restarts", type=_at_least(0, int), default=3, help=help_text)
-    help_text = "seconds to save in after SIGTERM (60)"
-    add("--grace", type=_at_least(0, float), default=60.0, help=help_text)
-    add("--cpu-devices", type=count, help="CPU devices that each process simulates, for tests")
+    add("-n", "--processes", type=int, required=True, help="number of processes")
+    add("--restarts", type=int, default=3, help="restarts of all processes after one dies (3)")
+    add("--grace", type=float, default=60.0, help="seconds to save in after SIGTERM (60)")
+    add("--cpu-devices", type=int, help="CPU devices that each process simulates, for tests")
     add("--bind", action="store_true", help="give each process its own CPU cores (Linux)")
     add("script", type=path_text, help="a Python file")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
-    return parser
-
-
-def _at_least(minimum: int, kind: type[int] | type[float]) -> Callable[[str], float]:
-    """Returns a function that converts an argument to a number, and refuses smaller ones."""
-
-    def convert(text: str) -> float:
-        with contextlib.suppress(ValueError):
-            if (number := kind(text)) >= minimum:
-                return number
-        noun = "an integer" if kind is int else "a number"
-        raise argparse.ArgumentTypeError(f"expected {noun} of at least {minimum}, got {text!r}")
-
-    return convert
+    options = parser.parse_args(arguments)
+    minimums = {"processes": 1, "restarts": 0, "grace": 0, "cpu_devices": 1}
+    for name, minimum in minimums.items():
+        value = getattr(options, name)
+        if value is not None and not value >= minimum:
+            option = name.replace("_", "-")
+            parser.error(f"argument --{option}: expected at least {minimum}, got {value}")
+    if not os.path.exists(options.script):
+        parser.error(f"argument script: expected a Python file, got no file {options.script!r}")
+    if options.bind and len(_available_cores()) < options.processes:
+        parser.error("argument --bind: expected Linux, and a core for each process")
+    return options
 
 
 def _run(options: argparse.Namespace, signals: list[int]) -> int:
@@ -94,76 +86,60 @@ def _run(options: argparse.Namespace, signals: list[int]) -> int:
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free_socket.getsockname()[1]}"
-    processes, readers = list[subprocess.Popen[str]](), []
+    processes: list[Process] = []
     try:
         for number in range(options.processes):
             processes.append(_start(options, address, number))
+        readers = []
         for number, process in enumerate(processes):
             if process.stdout:
                 readers.append(_prefix_lines(process.stdout, number))
-        first_failed = _wait_for_failure(processes, signals, options.grace)
-        if first_failed is not None:
-            _terminate(processes)
+        _wait(processes, signals, options.grace)
+        statuses = list(map(_exit_status, processes))
     finally:
-        statuses = _kill(processes)
-        for reader in readers:
-            reader.join(_KILL_DELAY)
-    expected = (0, _TERMINATED) if signal.SIGTERM in signals else (0,)
-    if first_failed is None:  # all of them may have ended between two polls
-        first_failed = next((i for i, x in enumerate(statuses) if x not in expected), None)
-    if first_failed is None:
-        return expected[-1]
-    _print(f"process {first_failed} ended with {statuses[first_failed]}")
-    return statuses[first_failed]
+        _end(processes)
+    for reader in readers:
+        reader.join(_KILL_DELAY)
+    failed = {i: x for i, x in enumerate(statuses) if x not in (None, 0, _TERMINATED)}
+    for number, status in failed.items():
+        _print(f"process {number} ended with {status}")
+    if failed:
+        return next(iter(failed.values()))
+    return 0 if set(statuses) == {0} else _TERMINATED
 
 
-def _wait_for_failure(
-    processes: Sequence[subprocess.Popen[str]], signals: list[int], grace: float
-) -> int | None:
-    """Waits for the processes, and forwards SIGTERM; returns the first that failed without it."""
-    deadline: float | None = None  # set when SIGTERM is forwarded
-    while _any_is_running(processes):
-        failed = [i for i, process in enumerate(processes) if process.poll() not in (None, 0)]
-        if signal.SIGTERM in signals and deadline is None:
+def _wait(processes: Sequence[Process], signals: list[int], grace: float) -> None:
+    """Waits until all processes have ended, or one has failed; forwards SIGTERM."""
+    deadline = math.inf  # set when SIGTERM is forwarded
+    while any(process.poll() is None for process in processes):
+        statuses = set(map(_exit_status, processes))
+        if not signals and statuses - {None, 0, _TERMINATED}:
+            return
+        if signal.SIGTERM in signals and deadline == math.inf:
             deadline = time.monotonic() + grace
             for process in processes:
                 process.terminate()
-        elif deadline is not None and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             _print(f"not ended within {grace:g} s of SIGTERM: killed")
-            return None
-        elif failed and not signals and _exit_status(processes[failed[0]]) != _TERMINATED:
-            return failed[0]
+            return
         time.sleep(_POLL_INTERVAL)
-    return None
 
 
-def _terminate(processes: Sequence[subprocess.Popen[str]]) -> None:
-    """Sends SIGTERM to all processes, and waits a little for them to end."""
+def _end(processes: Sequence[Process]) -> None:
+    """Ends the processes that still run: by SIGTERM, and a little later by SIGKILL."""
     for process in processes:
         process.terminate()
     deadline = time.monotonic() + _KILL_DELAY
-    while _any_is_running(processes) and time.monotonic() < deadline:
-        time.sleep(_POLL_INTERVAL)
-
-
-def _kill(processes: Sequence[subprocess.Popen[str]]) -> list[int]:
-    """Kills processes that still run; returns all exit statuses, 143 for those that it killed."""
-    # A process that waits for a peer within a computation reacts to no other signal.
-    running = [process for process in processes if process.poll() is None]
-    statuses = []
-    for process in running:
-        process.kill()
     for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0, deadline - time.monotonic()))
+    # A process that waits for a peer within a computation reacts to no other signal.
+    for process in processes:
+        process.kill()
         process.wait()
-        statuses.append(_TERMINATED if process in running else _exit_status(process))
-    return statuses
 
 
-def _any_is_running(processes: Sequence[subprocess.Popen[str]]) -> bool:
-    return any(process.poll() is None for process in processes)
-
-
-def _start(options: argparse.Namespace, address: str, number: int) -> subprocess.Popen[str]:
+def _start(options: argparse.Namespace, address: str, number: int) -> Process:
     """Starts a process. The output of all but the first goes to a pipe."""
     # Read by functrain.distributed.initialize().
     environment = {
@@ -183,41 +159,28 @@ def _start(options: argparse.Namespace, address: str, number: int) -> subprocess
         env=environment,
         stdout=None if number == 0 else subprocess.PIPE,
         stderr=None if number == 0 else subprocess.STDOUT,
-        text=True,
-        errors="replace",
     )
-    # Before the process starts threads, which inherit its cores.
+    # Before the process starts threads, which inherit its cores. Neighbours share their caches.
     if options.bind:
-        os.sched_setaffinity(process.pid, _cores(number, options.processes))
+        cores, n = _available_cores(), options.processes
+        begin, end = len(cores) * number // n, len(cores) * (number + 1) // n
+        os.sched_setaffinity(process.pid, cores[begin:end])
     return process
 
 
-def _binding_problem(processes: int) -> str:
-    """Returns why processes cannot be bound to their own cores; "" if they can."""
-    if not hasattr(os, "sched_setaffinity"):
-        return "this system does not bind processes to cores"
-    cores = len(os.sched_getaffinity(0))
-    return f"{processes} processes, but {cores} cores" if cores < processes else ""
+def _available_cores() -> list[int]:
+    """Returns the cores that processes can be bound to."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
-def _cores(number: int, processes: int) -> list[int]:
-    """Returns the cores of a process: neighbours, so that every core is used."""
-    cores = sorted(os.sched_getaffinity(0))
-    begin, end = len(cores) * number // processes, len(cores) * (number + 1) // processes
-    return cores[begin:end]
-
-
-def _prefix_lines(lines: IO[str], number: int) -> threading.Thread:
+def _prefix_lines(lines: IO[bytes], number: int) -> threading.Thread:
     """Prints the lines of a process with its number, in a thread."""
 
     def print_lines() -> None:
-        encoding = sys.stdout.encoding or "utf-8"
         with lines:
             for line in lines:
-                # An error here would close the pipe, and so end the process that writes to it.
-                text = f"[{number}] {line}".encode(encoding, "replace").decode(encoding)
                 # In one call, because the threads of other processes write, too.
-                sys.stdout.write(text)
+                sys.stdout.buffer.write(b"[%d] %b" % (number, line))
                 sys.stdout.flush()
 
     reader = threading.Thread(target=print_lines, daemon=True)
@@ -225,10 +188,10 @@ def _prefix_lines(lines: IO[str], number: int) -> threading.Thread:
     return reader
 
 
-def _exit_status(process: subprocess.Popen[str]) -> int:
+def _exit_status(process: Process) -> int | None:
     """Returns the exit status as a shell reports it: 128 plus the number of a signal."""
-    code = process.returncode
-    return 128 - code if code < 0 else code
+    code = process.poll()
+    return 128 - code if code is not None and code < 0 else code
 
 
 @contextlib.contextmanager
@@ -244,13 +207,13 @@ def _recorded_signals() -> Iterator[list[int]]:
             raise KeyboardInterrupt
         signals.append(number)
 
-    old_sigterm = signal.signal(signal.SIGTERM, record)
-    old_sigint = signal.signal(signal.SIGINT, record)
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    old_handlers = [signal.signal(number, record) for number in numbers]
     try:
         yield signals
     finally:
-        signal.signal(signal.SIGTERM, old_sigterm)
-        signal.signal(signal.SIGINT, old_sigint)
+        for number, handler in zip(numbers, old_handlers, strict=True):
+            signal.signal(number, handler)
 
 
 def _print(message: str) -> None:

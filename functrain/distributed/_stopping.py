@@ -9,15 +9,19 @@ processes stop at the same event, as hooks do that see the same values, none tak
 import contextlib
 import itertools
 import math
+import os
+import sys
 import threading
 import time
 from typing import Self
 
-from functrain.distributed import _coordination, _ending
+from functrain.distributed import _coordination
 
 # All in seconds.
 _POLL_INTERVAL = 0.5
-_FIRST_PAUSE = 0.01  # while it waits for answers; then twice as long each time
+_ANSWER_INTERVAL = 0.05
+# To wait for a process that has left the run: its last messages may be under way.
+LEAVE_TIMEOUT = 4.0
 
 _ADVICE = (
     "Do the same in every process: stop a run with event.stop(), and give each process the same "
@@ -50,7 +54,6 @@ class StopAgreement:
 
     def __enter__(self) -> Self:
         """Starts to answer the other processes."""
-        _ending.watch_peers(leave_all_runs)
         number = next(_run_numbers)
         self._folder = f"functrain/run-{number}"
         _open_runs.add(self)
@@ -83,27 +86,23 @@ class StopAgreement:
         """
         with self._lock:
             event = self._passed_events + 1
-            if wants_to_stop and self._answer is None:
+            if wants_to_stop:
                 self._give_answer(event)
+            self._passed_events = event
             if self._answer is None:
-                self._passed_events = event
                 return False
         if self._last_event is None:
             self._last_event = self._wait_for_answers()
-        with self._lock:
-            self._passed_events = event
         return event >= self._last_event
 
     def _wait_for_answers(self) -> float:
         """Returns the largest answer; infinity if a process reached the end without one."""
-        pause = _FIRST_PAUSE
         while True:
             answers, steps_at_exit = self._read()
             if len(answers.keys() | steps_at_exit.keys()) == _coordination.process_count():
                 reached_end = steps_at_exit.keys() - answers.keys()
                 return math.inf if reached_end else max(answers.values())
-            time.sleep(pause)
-            pause = min(2 * pause, _POLL_INTERVAL)
+            time.sleep(_ANSWER_INTERVAL)
 
     def _read(self) -> tuple[dict[int, int], dict[int, int]]:
         """Returns the answers, and the steps of the processes that have left, by process."""
@@ -118,8 +117,9 @@ class StopAgreement:
         _coordination.put(f"{self._folder}/{kind}-{_coordination.process_id()}", number)
 
     def _give_answer(self, event: int) -> None:
-        self._post("stop", event)
-        self._answer = event
+        if self._answer is None:
+            self._post("stop", event)
+            self._answer = event
 
     def _answer_others(self) -> None:
         """Answers a process that wants to stop, and ends this one if it waits for one that left."""
@@ -130,17 +130,21 @@ class StopAgreement:
             with contextlib.suppress(RuntimeError):
                 answers, steps_at_exit = self._read()
                 with self._lock:
-                    if answers and self._answer is None and not self._is_closed.is_set():
+                    if answers and not self._is_closed.is_set():
                         self._give_answer(self._passed_events + 1)
                 behind = []
                 for process, steps in sorted(steps_at_exit.items()):
                     if steps < self.started:
                         behind.append(f"process {process} after {steps} steps")
-                if behind and not self._is_closed.wait(_ending.LEAVE_TIMEOUT):
-                    _ending.exit_all(
-                        "waits for a program in which not all take part: the run was left by "
-                        f"{', '.join(behind)}, and {self.started} were started here. {_ADVICE}"
+                if behind and not self._is_closed.wait(LEAVE_TIMEOUT):
+                    print(
+                        f"functrain: process {_coordination.process_id()} ends: it waits for a "
+                        "program in which not all take part. The run was left by "
+                        f"{', '.join(behind)}, and {self.started} were started here. {_ADVICE}",
+                        file=sys.stderr,
+                        flush=True,
                     )
+                    os._exit(1)
 
 
 def new_stop_agreement(is_shared: bool) -> StopAgreement | None:
@@ -148,17 +152,9 @@ def new_stop_agreement(is_shared: bool) -> StopAgreement | None:
     return StopAgreement() if is_shared and _coordination.is_available() else None
 
 
-def why_missing(process: int, in_run: bool) -> str:
-    """Returns why another process will not do what this one waits for; "" if it may.
-
-    Args:
-      process: The other process.
-      in_run: True if this process waits within its runs, if there are any. A save that has begun
-        goes on in a thread after its run.
-    """
-    if _ending.has_ended(process):
-        return f"process {process} has ended. {_ADVICE}"
-    for run in list(_open_runs) if in_run else ():
+def why_missing(process: int) -> str:
+    """Returns why another process will do no more in the runs of this one; "" if it may."""
+    for run in list(_open_runs):
         steps_at_exit = run._read()[1]
         if process in steps_at_exit:
             steps = steps_at_exit[process]

@@ -1,16 +1,14 @@
 """The end of a run that makes no progress, after the stacks of all threads."""
 
-import contextlib
 import faulthandler
+import os
 import sys
 import threading
 import time
 from typing import IO
 
 from functrain.common import _repr
-from functrain.common._checks import require, require_flags
-from functrain.distributed._ending import exit_all
-from functrain.engine._position import Position
+from functrain.common._checks import is_positive, require, require_flags
 from functrain.loop._events import Event, LogsReady
 
 
@@ -19,9 +17,9 @@ class Watchdog:
 
     The stacks show what a run waits for that seems to hang, such as a data loader or another
     process. They are printed once for each time that the run makes no progress. After the same time
-    again, the process ends with status 1, and so do the others of the run, so that a supervisor
-    such as ``python -m functrain.launch`` starts them again. Compilation counts as well, so
-    `seconds` should be longer than the longest compilation, evaluation and save.
+    again, the process ends with status 1, so that a supervisor such as ``python -m
+    functrain.launch`` ends the others of the run and starts all again. Compilation counts as well,
+    so `seconds` should be longer than the longest compilation, evaluation and save.
 
     Args:
       seconds: The number of seconds.
@@ -39,74 +37,55 @@ class Watchdog:
     """
 
     def __init__(self, seconds: float, *, exits: bool = True, file: IO[str] | None = None) -> None:
-        is_number = isinstance(seconds, int | float) and 0 < seconds < threading.TIMEOUT_MAX
-        require(is_number, "seconds", "a positive number", seconds)
+        require(is_positive(seconds), "seconds", "a positive number", seconds)
         require_flags(exits=exits)
         if file is not None:
-            try:
-                file.fileno()
-            except (AttributeError, OSError, ValueError) as error:
-                raise ValueError(
-                    f"file: expected an open file with a descriptor, got {file!r}. Pass one from "
-                    "open(path, 'w')."
-                ) from error
+            file.fileno()
         self.seconds, self.exits, self._file = seconds, exits, file
-        self._last: Position | None = None
-        self._last_time = 0.0
-        self._is_over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._start_time = 0.0
+        self._timer: threading.Timer | None = None
 
     def __repr__(self) -> str:
         return _repr.call(self, seconds=self.seconds)
 
     def begin(self) -> None:
-        """Starts to watch."""
-        self._last, self._last_time = None, time.monotonic()
-        self._is_over.clear()
-        self._thread = threading.Thread(target=self._watch, name="functrain-watchdog", daemon=True)
-        self._thread.start()
+        """Starts the timers."""
+        self._start_time = time.monotonic()
+        # A thread of C prints, so that Python code that holds the interpreter cannot delay it. A
+        # notebook replaces sys.stderr by an object without a descriptor.
+        faulthandler.dump_traceback_later(self.seconds, file=self._file or sys.__stderr__)
+        if self.exits:
+            self._timer = threading.Timer(2 * self.seconds, self._exit)
+            self._timer.name, self._timer.daemon = "functrain-watchdog", True
+            self._timer.start()
+
+    def close(self) -> None:
+        """Ends the timers."""
+        faulthandler.cancel_dump_traceback_later()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer.join()
+            self._timer = None
 
     def logs(self, event: LogsReady, /) -> None:
         """Notes that steps have ended: their logs have arrived from the device."""
-        self._note(event.position)
+        self._restart()
 
     def __call__(self, event: Event, /) -> None:
         """Notes progress other than that of steps, such as the end of an evaluation."""
-        self._note(event.position)
+        self._restart()
 
-    def close(self) -> None:
-        """Ends the watch."""
-        self._is_over.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+    def _restart(self) -> None:
+        # Each start makes two threads, which takes longer than a short step.
+        if time.monotonic() - self._start_time > self.seconds / 20:
+            self.close()
+            self.begin()
 
-    def _note(self, position: Position) -> None:
-        self._last, self._last_time = position, time.monotonic()
-
-    def _watch(self) -> None:
-        has_printed = False
-        while not self._is_over.wait(min(1.0, self.seconds / 4)):
-            idle_seconds = time.monotonic() - self._last_time
-            if idle_seconds < self.seconds:
-                has_printed = False
-            elif not has_printed:
-                # A full disk or a closed pipe does not end the watch.
-                with contextlib.suppress(OSError, ValueError):
-                    self._print_stacks()
-                has_printed = True
-            elif self.exits and idle_seconds > 2 * self.seconds:
-                exit_all(f"ends, because no step has ended for {2 * self.seconds:g} seconds.")
-
-    def _print_stacks(self) -> None:
-        place = "its first step" if self._last is None else f"step {self._last.step}"
-        # A notebook replaces sys.stderr by an object without a descriptor.
-        file = self._file or sys.__stderr__
-        if file is not None:
-            since = "before" if self._last is None else "after"
-            file.write(
-                f"functrain.hooks.Watchdog: no step has ended for {self.seconds:g} seconds, "
-                f"{since} {place}. The stacks of all threads:\n"
-            )
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
+    def _exit(self) -> None:
+        print(
+            f"functrain.hooks.Watchdog: no step has ended for {2 * self.seconds:g} seconds. The "
+            "process ends with status 1.",
+            file=sys.__stderr__,
+            flush=True,
+        )
+        os._exit(1)

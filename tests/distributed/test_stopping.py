@@ -1,15 +1,17 @@
-"""Runs that two processes share: a stop in one is a stop in all, and an exit of one ends all."""
+"""Runs that two processes share: a stop in one is a stop in all; one that leaves ends all."""
 
 import json
 import pathlib
-import subprocess
+import re
+import time
 from typing import Any
 
 import pytest
 
 from tests.checkpoint.test_processes import ended, start
+from tests.distributed.test_launch import launched
 
-PROGRAM = str(pathlib.Path(__file__).parent / "stopping.py")
+PROGRAM = str(pathlib.Path(__file__).parent / "shared_run.py")
 
 
 @pytest.fixture(scope="module")
@@ -57,29 +59,33 @@ def test_a_process_that_trains_for_itself_stops_alone(found) -> None:
     assert [own["alone"][0] for own in found] == [24, 10]
 
 
-def left(status: int, process: int) -> list[tuple[str, str, int]]:
-    """Returns what each process said and its exit status, after one has left."""
-    started = start(2, [PROGRAM], f"exit:{status}", str(process))
-    try:
-        done = [process.communicate(timeout=120) for process in started]
-    except subprocess.TimeoutExpired:  # by itself JAX waits for 300 seconds
-        for process_ in started:
-            process_.kill()
-        raise
-    return [(out, err, p.returncode) for (out, err), p in zip(done, started, strict=True)]
+# What the launcher prints for each way to leave a run, of the process that left or of the other.
+REASONS = {
+    "break": r"process {} (has left the run )?after 4 steps",
+    "exit": r"process {} (has left the run )?after 10 steps",
+    "exception": "ValueError: mine",
+    "hang": "Watchdog: no step has ended for 4 seconds",
+}
+WAYS = [
+    pytest.param(way, process, marks=[] if process else pytest.mark.long)
+    for way in REASONS
+    for process in (0, 1)
+]
 
 
-@pytest.mark.parametrize("process", [0, 1])
-def test_sys_exit_in_one_process_ends_all_and_calls_its_functions(process: int) -> None:
-    done = left(3, process)
-    assert [status for _, _, status in done] == [1, 1], done
-    lines = [x for x in done[process][0].splitlines() if x.startswith("at exit: ")]
-    assert lines == ["at exit: registered before initialize", "at exit: registered before jax"]
-
-
-@pytest.mark.long
-def test_sys_exit_without_a_failure_in_mid_training_ends_the_others_with_a_word() -> None:
-    (_, waited, status), (_, _, other) = left(0, 1)
-    assert [status, other] == [1, 1]
-    assert "functrain: process 0 waits for a program in which not all take part" in waited
-    assert "left by process 1 after 10 steps" in waited
+@pytest.mark.parametrize(("way", "process"), WAYS)
+def test_however_a_process_leaves_a_run_the_launcher_ends_all_soon(
+    way: str, process: int, tmp_path: pathlib.Path
+) -> None:
+    begun = time.monotonic()
+    launcher = launched("--restarts", 0, PROGRAM, way, process, tmp_path / "run")
+    out, err = launcher.communicate(timeout=100)  # by itself JAX waits for 300 seconds
+    assert time.monotonic() - begun < 40
+    assert launcher.returncode not in (0, 143), err
+    assert re.search(REASONS[way].format(process), out + err), out + err
+    if way == "exception" and process:
+        lines = [line for line in out.splitlines() if line.startswith("[1] at exit: ")]
+        assert lines == [
+            "[1] at exit: registered before initialize",
+            "[1] at exit: registered before jax",
+        ]

@@ -1,0 +1,111 @@
+"""Runs that two processes share, which one of them stops or leaves; see test_stopping.py.
+
+python shared_run.py stops                  prints a line of JSON
+python shared_run.py WAY PROCESS DIRECTORY  a process leaves a run that saves
+"""
+
+# ruff: noqa: E402 - one function is registered at exit before jax registers its own
+
+import atexit
+import json
+import sys
+import time
+from typing import Any
+
+
+def say_at_exit(text: str) -> None:
+    atexit.register(lambda: sys.stdout.write(f"at exit: {text}\n") and sys.stdout.flush())
+
+
+say_at_exit("registered before jax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import functrain as ft
+
+say_at_exit("registered before initialize")
+ft.distributed.initialize()
+PROCESS = jax.process_index()
+MESH = ft.sharding.mesh({"data": -1})
+LOADER = ft.ArrayLoader(np.arange(32, dtype=np.float32), 4)
+
+
+def step(total: Any, batch: Any) -> Any:
+    return total + jnp.sum(batch), {"loss": total}
+
+
+def fit(hook: Any, **more: Any) -> list[float]:
+    """Fits for three epochs of eight steps, in programs of two; returns steps and the result."""
+    how: dict[str, Any] = {"sharding": MESH, "epochs": 3, "fuse": 2, "verbose": 0, **more}
+    state, history = ft.fit(jnp.zeros(()), step, LOADER, hooks=[hook], **how)
+    return [len(history.steps["loss"]), float(state)]
+
+
+def stopping(process: int | None, step: int, kind: Any = ft.events.ChunkEnd) -> Any:
+    """Returns a hook that stops at an event, in one process or in all."""
+
+    def stop(event: Any) -> None:
+        if process in (None, PROCESS) and isinstance(event, kind) and event.step >= step:
+            event.stop()
+
+    return stop
+
+
+def loop(process: int, act: Any, **more: Any) -> int:
+    """Runs three epochs; one process acts at step 4, and leaves the loop if that returns True."""
+    run = ft.run(jnp.zeros(()), step, LOADER, sharding=MESH, epochs=3, fuse=2, **more)
+    for event in run:
+        if process == PROCESS and event.step == 4 and act(event):
+            break
+    return event.step
+
+
+def stops() -> None:
+    results: dict[str, Any] = {
+        "all": fit(stopping(None, 10)),
+        "the first": fit(stopping(0, 10)),
+        "the second": fit(stopping(1, 10)),
+        "the second at the end of an epoch": fit(stopping(1, 8, ft.events.EpochEnd)),
+        "the second at the last step": fit(stopping(1, 24)),
+        "each at another step": fit(stopping(None, 10 + 4 * PROCESS)),
+        "by hand": loop(1, lambda event: event.stop()),
+        "alone": fit(stopping(1, 10), sharding=None),
+    }
+    sys.stdout.write(json.dumps(results) + "\n")
+
+
+def leave(way: str, process: int, directory: str) -> None:
+    checkpointer = ft.Checkpointer(directory, every=ft.every(steps=2))
+
+    def act(event: Any) -> bool:
+        if event.step < 10 or process != PROCESS:
+            return False
+        if way == "exception":
+            raise ValueError("mine")
+        if way == "exit":
+            sys.exit(3)
+        if way == "hang":
+            time.sleep(1000)
+        return True
+
+    if way == "break":
+        loop(process, lambda event: True, checkpointer=checkpointer)
+        time.sleep(1000)
+    watchdog = ft.hooks.Watchdog(2)
+    hooks = [watchdog, act] if way == "hang" else [act]
+    ft.fit(
+        jnp.zeros(()),
+        step,
+        LOADER,
+        hooks=hooks,
+        epochs=200,
+        sharding=MESH,
+        checkpointer=checkpointer,
+        verbose=0,
+    )
+
+
+if __name__ == "__main__":
+    stops() if sys.argv[1] == "stops" else leave(sys.argv[1], int(sys.argv[2]), sys.argv[3])
