@@ -34,7 +34,6 @@ from benchmarks.keras_ways import compiled
 from benchmarks.workloads import WORKLOADS
 from functrain.common import _hlo
 from functrain.common._platform import compiling_for
-from functrain.targets._compilers import quiet_compiler
 
 HERE = pathlib.Path(__file__).parent
 TRAINED = [
@@ -187,7 +186,7 @@ def functrain_cost(state: Any, step: Any, batch: Any, target: ft.Target) -> Row:
 
 def compiled_cost(run: Any, k: int, target: ft.Target, *args: Any) -> Row:
     """Returns what the compiler estimates for a jitted function of K steps, per step."""
-    with compiling_for(target.platform), quiet_compiler():
+    with compiling_for(target.platform):
         program = run.lower(*map(target.shapes, args)).compile()
     cycles, kernels = 0, 0
     for instruction, calls in _hlo.instructions(program.as_text()):

@@ -16,7 +16,7 @@ from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
 from functrain.engine._programs import prefers_static_length
-from functrain.inspect._fit_program import compile_program, lower_fit
+from functrain.inspect._fit_program import lower_fit
 from functrain.rewrites import Mode
 from functrain.rewrites._equations import avals, walk_equations
 from functrain.sharding._collectives import Traffic, collectives
@@ -210,7 +210,7 @@ def cost(
     program = lower_fit(
         state, step, batch, fuse=fuse, target=target, sharding=sharding, rewrites=rewrites
     )
-    text = compile_program(program).as_text() or ""
+    text = program.lowered.compile().as_text() or ""
     cycles, kernels = collections.Counter[str](), collections.Counter[str]()
     overlapped, moved = set(), 0
     for instruction, calls in _hlo.instructions(text):

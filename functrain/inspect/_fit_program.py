@@ -1,6 +1,5 @@
 """The program that a fit would run, lowered for shapes: nothing is computed or allocated."""
 
-import contextlib
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ from functrain.rewrites import Mode
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 from functrain.targets._chips import Chip, chip_of, device_of, is_present, known_chip
-from functrain.targets._compilers import quiet_compiler
 from functrain.targets._target import Target
 
 
@@ -120,10 +118,3 @@ def _carry(
             "program uses one of them. Pass sharding=target.mesh({'data': -1})."
         )
     return carry
-
-
-def compile_program(program: FitProgram) -> Any:
-    """Compiles a lowered program, without the lines that compilers of absent devices write."""
-    is_here = is_present(device_of(program.carry))
-    with contextlib.nullcontext() if is_here else quiet_compiler():
-        return program.lowered.compile()

@@ -15,7 +15,7 @@ from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD
 from functrain.engine._plan import nbytes
-from functrain.inspect._fit_program import compile_program, lower_fit
+from functrain.inspect._fit_program import lower_fit
 from functrain.inspect._leaf import bytes_on_each
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
@@ -217,7 +217,7 @@ def memory(
     is_cpu = platform_of(program.carry) == "cpu"
     arguments, is_refused = 0, False
     try:
-        stats = compile_program(program).memory_analysis()
+        stats = program.lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -58,14 +58,14 @@ _CHIPS = {
         "TPU v6e", int(31.25 * _GIB), 1.64e12, 918e12, 1.75e9, _GOOGLE + "v6e", _VMEM
     ),
     "NVIDIA A100-SXM4-80GB": Chip(
-        "NVIDIA A100", 85_100_068_864, 2.039e12, 312e12, 1.41e9, _NVIDIA + "a100/"
+        "NVIDIA A100", 85_100_068_864, 2.03904e12, 312e12, 1.41e9, _NVIDIA + "a100/"
     ),
     "NVIDIA H100 80GB HBM3": Chip(
-        "NVIDIA H100", 84_942_979_072, 3.352e12, 989e12, 1.98e9, _NVIDIA + "h100/"
+        "NVIDIA H100", 84_942_979_072, 3.35232e12, 989e12, 1.98e9, _NVIDIA + "h100/"
     ),
     "NVIDIA H200": Chip("NVIDIA H200", 151_397_597_184, 4.8e12, 989e12, 1.98e9, _NVIDIA + "h200/"),
     "NVIDIA B200": Chip(
-        "NVIDIA B200", 191_514_411_008, 7.672e12, 2250e12, 1.965e9, _NVIDIA + "dgx-b200/"
+        "NVIDIA B200", 191_514_411_008, 7.67232e12, 2250e12, 1.965e9, _NVIDIA + "dgx-b200/"
     ),
 }
 

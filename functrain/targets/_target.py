@@ -1,8 +1,6 @@
 """A target: devices to compile for, by name."""
 
 import dataclasses
-import itertools
-import math
 from collections.abc import Mapping
 
 import jax
@@ -53,8 +51,8 @@ class Target:
           explicit: True to make shardings part of the types of arrays.
 
         Raises:
-          ValueError: The sizes do not use all devices, or the connections between the devices
-            allow no such mesh. The message lists the sizes that they allow.
+          ValueError: The sizes do not use all devices.
+          NotImplementedError: The connections between the devices allow no such mesh.
 
         Examples:
           >>> import functrain as ft
@@ -62,18 +60,7 @@ class Target:
           >>> mesh.axis_names
           ('data',)
         """
-        try:
-            return make_mesh(axes, explicit=explicit, devices=self.devices)
-        except (NotImplementedError, ValueError) as error:
-            if "sizes of at least 1" in str(error):
-                raise
-            sizes = ", ".join(map(str, self._mesh_sizes(len(axes))))
-            count = "one axis" if len(axes) == 1 else f"{len(axes)} axes"
-            message = (
-                f"axes: expected sizes that the {len(self.devices)} devices of {self.name!r} "
-                f"allow, got {dict(axes)}. With {count}: {sizes}."
-            )
-            raise ValueError(message) from error
+        return make_mesh(axes, explicit=explicit, devices=self.devices)
 
     def shapes(self, tree: PyTree, sharding: PyTree = None) -> PyTree:
         """Returns the shapes of a tree, placed on the target for `jax.jit(...).lower`.
@@ -103,31 +90,13 @@ class Target:
         return jax.tree.map(self._place, tree, sharding)
 
     def _place(self, x: object, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        shape = _tree.shapes(x)
-        own_sharding = getattr(x, "sharding", None)
-        is_placed = isinstance(own_sharding, Sharding) and own_sharding.device_set <= set(
-            self.devices
-        )
+        shape, own = _tree.shapes(x), getattr(x, "sharding", None)
         # An array of the machine at hand that was not put anywhere may be moved.
-        is_placed = is_placed and getattr(x, "committed", True)
+        is_committed = isinstance(own, Sharding) and getattr(x, "committed", True)
+        is_placed = is_committed and own.device_set <= set(self.devices)
         return jax.ShapeDtypeStruct(
-            shape.shape, shape.dtype, sharding=own_sharding if is_placed else sharding
+            shape.shape, shape.dtype, sharding=own if is_placed else sharding
         )
-
-    def _mesh_sizes(self, axes: int) -> list[tuple[int, ...]]:
-        """Returns the sizes of all meshes that these devices allow, with a number of axes."""
-        count, possible = len(self.devices), []
-        divisors = [n for n in range(1, count + 1) if count % n == 0]
-        for sizes in itertools.product(divisors, repeat=axes):
-            if math.prod(sizes) != count:
-                continue
-            names = {f"axis {i}": size for i, size in enumerate(sizes)}
-            try:
-                make_mesh(names, devices=self.devices)
-            except NotImplementedError:
-                continue
-            possible.append(sizes)
-        return possible
 
 
 def target(name: str | None = None) -> Target:

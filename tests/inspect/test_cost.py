@@ -21,6 +21,7 @@ from functrain.inspect._cost import (
     product_flops,
     trace_step,
 )
+from functrain.inspect._fit_program import lower_fit
 from functrain.sharding import Traffic
 from functrain.targets import Chip
 
@@ -235,8 +236,12 @@ def test_the_roofline_is_that_of_the_targets_chip() -> None:
 def test_cycles_of_a_chip_without_a_clock_are_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     copy = '  ROOT %copy.1 = f32[8]{0} copy(%x), backend_config={"estimated_cycles":"99"}'
     text = f"ENTRY %main (x: f32[8]) -> f32[8] {{\n{copy}\n}}\n"
-    made = types.SimpleNamespace(as_text=lambda: text)
-    monkeypatch.setattr("functrain.inspect._cost.compile_program", lambda program: made)
+    made = types.SimpleNamespace(compile=lambda: types.SimpleNamespace(as_text=lambda: text))
+
+    def lower(*args: Any, **options: Any) -> Any:
+        return lower_fit(*args, **options)._replace(lowered=made)
+
+    monkeypatch.setattr("functrain.inspect._cost.lower_fit", lower)
 
     def cost(**figures: float) -> Cost:
         target = dataclasses.replace(ft.target(), chip=CHIP._replace(**figures))

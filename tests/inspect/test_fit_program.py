@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import functrain as ft
-from functrain.inspect._fit_program import compile_program, lower_fit
+from functrain.inspect._fit_program import lower_fit
 
 BATCH = np.ones((8, 4), np.float32)
 
@@ -47,7 +47,7 @@ def test_an_array_that_was_put_on_a_device_stays_there_without_a_target() -> Non
     program = lower_fit(state, lambda state, batch: (state, {}), BATCH)
     assert program.carry["put"].sharding.device_set == {second}
     assert program.carry["free"].sharding is None
-    carried = compile_program(program).input_shardings[0][0]
+    carried = program.lowered.compile().input_shardings[0][0]
     assert carried["free"].device_set == {second}
 
 

@@ -14,6 +14,7 @@ import pytest
 
 import bridge
 import functrain as ft
+from functrain.inspect._fit_program import lower_fit
 
 X, Y = np.ones((64, 32), np.float32), np.zeros(64, np.int32)
 BATCH = X[:16], Y[:16]
@@ -253,10 +254,16 @@ ONE_BUFFER = (
 def refused(message: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> ft.inspect.Memory:
     """Returns the report on a state of 256 MiB a row, for a compiler that raises an error."""
 
-    def refuse(program: Any) -> Any:
-        raise jax.errors.JaxRuntimeError(message)
+    class Lowered:
+        out_info = (), ()
 
-    monkeypatch.setattr("functrain.inspect._memory.compile_program", refuse)
+        def compile(self) -> None:
+            raise jax.errors.JaxRuntimeError(message)
+
+    def lower_refused(*args: Any, **options: Any) -> Any:
+        return lower_fit(*args, **options)._replace(lowered=Lowered())
+
+    monkeypatch.setattr("functrain.inspect._memory.lower_fit", lower_refused)
     here = ft.target()
     target = dataclasses.replace(here, chip=here.chip._replace(name="small", memory_bytes=2**34))
     state, batch = jax.ShapeDtypeStruct((rows, 2**26), jnp.float32), jnp.ones(8)

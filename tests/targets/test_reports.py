@@ -48,9 +48,7 @@ def v5e() -> ft.Target:
 
 
 @pytest.mark.tpu
-def test_a_state_beyond_the_memory_is_reported_in_words_with_advice(
-    v5e: ft.Target, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_beyond_the_memory_is_reported_in_words_with_advice(v5e: ft.Target) -> None:
     found = ft.inspect.memory(
         {"w": f32(10 * 2**15, 2**15)}, add_mean, f32(8, 8), target=v5e, fuse=2
     )
@@ -62,7 +60,6 @@ def test_a_state_beyond_the_memory_is_reported_in_words_with_advice(
         "- 40.0 GiB of state: divide it over the chips of a slice, with ft.sharding.fsdp.",
         "- 40.0 GiB of your original state: fit(donate=True) takes it over.",
     ]
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.tpu

@@ -1,8 +1,5 @@
 """Targets by name, and names that are no targets. Most of it needs no compiler."""
 
-import os
-import signal
-import subprocess
 import sys
 import types
 from typing import Any
@@ -18,11 +15,11 @@ from jax.sharding import PartitionSpec as P
 import functrain as ft
 from functrain.targets import _chips
 from functrain.targets._chips import accelerator_of, chip_of, device_of
-from functrain.targets._compilers import GPUS, _target_config, known_targets, quiet_compiler
+from functrain.targets._compilers import GPUS, _target_config, known_targets
 
 H100 = _target_config(GPUS["h100"])
-OWN_CARD = _target_config(
-    GPUS["a100"]._replace(description="NVIDIA L4", memory=24 * 2**30, bandwidth=300 * 10**9)
+OWN_CARD = H100.replace("NVIDIA H100 80GB HBM3", "NVIDIA L4").replace(
+    "84942979072", str(24 * 2**30)
 )
 
 
@@ -60,14 +57,11 @@ def test_a_missing_compiler_is_named_with_its_pip_line(
     name: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    expected = (
-        rf"not installed: pip install 'jax\[\w+\]=={jax.__version__}', or 'functrain\[{extra}\]'"
-    )
-    with pytest.raises(ImportError, match=expected):
+    with pytest.raises(ImportError, match=rf"not installed: pip install 'functrain\[{extra}\]'"):
         ft.target(name)
 
 
-def test_a_compiler_of_another_version_is_named_with_its_pip_line(
+def test_a_compiler_of_another_version_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(**options: str) -> None:
@@ -77,21 +71,16 @@ def test_a_compiler_of_another_version_is_named_with_its_pip_line(
     monkeypatch.setattr(topologies, "get_topology_desc", refuse)
     with pytest.raises(jax.errors.JaxRuntimeError, match="unexpected version") as raised:
         ft.target("tpu:v5e:8x16")
-    assert f"pip install 'jax[tpu]=={jax.__version__}'" in raised.value.__notes__[0]
+    assert f"jax=={jax.__version__}" in raised.value.__notes__[0]
 
 
-@pytest.mark.parametrize(
-    "field", ["device_description_str", "device_memory_size", "clock_rate_ghz"]
-)
-def test_a_configuration_without_a_field_is_refused_with_its_name(field: str) -> None:
-    with pytest.raises(
-        ValueError, match=f"name: expected a target configuration with {field}, got"
-    ):
-        ft.target(H100.replace(field, "other"))
+def test_a_configuration_without_a_field_is_refused_with_its_name() -> None:
+    with pytest.raises(ValueError, match="a target configuration with device_memory_size, got"):
+        ft.target(H100.replace("device_memory_size", "other"))
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("topology", ["3x3", "abc", "2x2x2", "0x0", "2x2:3", "17x17", "1x1"])
+@pytest.mark.parametrize("topology", ["3x3", "abc", "2x2x2"])
 def test_a_topology_that_does_not_exist_is_refused_with_those_that_do(topology: str) -> None:
     expected = rf"expected a topology of v5e \(2x2, .* 16x16\).*, got 'tpu:v5e:{topology}'"
     with pytest.raises(ValueError, match=expected):
@@ -121,30 +110,18 @@ def test_a_slice_has_its_chips_and_their_memory(
 def test_a_gpu_has_the_figures_of_its_configuration(name: str) -> None:
     found = ft.target(f"cuda:{name}")
     assert (found.platform, len(found.devices)) == ("gpu", 1)
-    assert found.chip.memory_bytes == GPUS[name].memory
-    assert found.chip.bandwidth == pytest.approx(GPUS[name].bandwidth, rel=1e-3)
-    assert found.chip.clock_hz == pytest.approx(GPUS[name].clock_ghz * 1e9)
+    assert found.chip == chip_of(device(GPUS[name].description, None))
 
 
 @pytest.mark.cuda
 def test_the_configuration_of_a_card_is_a_target() -> None:
     found = ft.target(OWN_CARD)
     assert (found.name, found.platform) == ("NVIDIA L4", "gpu")
-    assert found.chip.memory_bytes == 24 * 2**30
-    assert found.chip.bandwidth == 300e9
+    assert (found.chip.memory_bytes, found.chip.clock_hz) == (24 * 2**30, 1.98e9)
     program = jax.jit(jnp.sum).lower(found.shapes(np.ones((8, 8), np.float32))).compile()
     assert "fusion" in program.as_text()
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize(
-    "config",
-    [H100[:-1] + "\nanother: 3", H100.replace("}", "", 1), H100.replace("132 ", "many ")],
-    ids=["unknown field", "missing bracket", "not a number"],
-)
-def test_a_configuration_that_cannot_be_read_is_refused(config: str) -> None:
-    with pytest.raises(ValueError, match=r"name: expected the name of a GPU, or its target conf"):
-        ft.target(config)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        ft.target(H100.replace("}", "", 1))
 
 
 # --- this machine --------------------------------------------------------------------------------
@@ -187,29 +164,15 @@ def test_a_mesh_or_a_rule_in_place_of_shardings_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("axes", "allowed"),
+    ("axes", "message"),
     [
-        ({"data": 3}, r"With one axis: \(2,\)\.$"),
-        ({"data": 2, "model": 2}, r"With 2 axes: \(1, 2\), \(2, 1\)\.$"),
-        ({"data": 3, "model": -1}, r"With 2 axes: \(1, 2\), \(2, 1\)\.$"),
+        ({"data": 3}, "axes: expected sizes whose product is 2, the number of devices"),
+        ({"data": 0}, "axes: expected sizes of at least 1"),
+        ({"data": -1, "model": -1}, "axes: expected sizes of at least 1"),
     ],
 )
-def test_a_mesh_of_other_sizes_is_refused_with_the_sizes_there_are(
-    axes: dict[str, int], allowed: str
-) -> None:
-    with pytest.raises(ValueError, match=rf"axes: expected sizes that the 2 devices .*{allowed}"):
-        ft.target().mesh(axes)
-
-
-@pytest.mark.parametrize("axes", [{}, {"data": 0}, {"data": -1, "model": -1}, {"data": "2"}])
-def test_axes_without_a_meaning_are_refused(axes: Any) -> None:
-    with pytest.raises(ValueError, match="axes: expected sizes of at least 1"):
-        ft.target().mesh(axes)
-
-
-@pytest.mark.parametrize("axes", [8, "data", ["data"]])
-def test_axes_that_have_no_names_are_refused(axes: Any) -> None:
-    with pytest.raises(TypeError, match=r"axes: expected sizes by name, such as {'data': -1}"):
+def test_a_mesh_of_other_sizes_is_refused(axes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         ft.target().mesh(axes)
 
 
@@ -217,51 +180,6 @@ def test_axes_that_have_no_names_are_refused(axes: Any) -> None:
 def test_two_targets_of_one_name_have_the_same_devices() -> None:
     assert ft.target("tpu:v5e:2x2") == ft.target("tpu:v5e:2x2")
     assert ft.target("tpu:v5e").devices == ft.target("tpu:v5e:2x2").devices[:1]
-
-
-@pytest.mark.tpu
-def test_a_mesh_that_the_connections_do_not_allow_is_refused_with_those_they_do() -> None:
-    target = ft.target("tpu:v5p:4x4x4")
-    with pytest.raises(ValueError, match=r"got .*With 2 axes: \(1, 64\), \(4, 16\), \(16, 4\)"):
-        target.mesh({"data": 2, "model": 32})
-    assert target.mesh({"data": 4, "model": -1}).shape == {"data": 4, "model": 16}
-
-
-def test_only_harmless_lines_of_the_compilers_are_dropped(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    with quiet_compiler():
-        os.write(2, b"I0000 cudart_stub.cc:31] Could not find cuda drivers\nout of disk\n")
-        os.write(
-            2, b"W0000 hlo_rematerialization.cc:3233] Can't reduce memory use below 59.44GiB\n"
-        )
-    assert capfd.readouterr().err == "out of disk\n"
-
-
-def test_stderr_is_back_once_the_last_of_several_compilers_has_ended(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    first, second = quiet_compiler(), quiet_compiler()
-    first.__enter__()
-    second.__enter__()
-    first.__exit__(None, None, None)
-    os.write(2, b"autotuning\n")
-    second.__exit__(None, None, None)
-    os.write(2, b"autotuning, by the user\n")
-    assert capfd.readouterr().err == "autotuning, by the user\n"
-
-
-def test_what_a_compiler_writes_before_it_crashes_is_shown() -> None:
-    crash = "with quiet_compiler(): os.write(2, b'autotuning\\na fault\\n'); os.abort()"
-    code = f"import os\nfrom functrain.targets._compilers import quiet_compiler\n{crash}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (-signal.SIGABRT, b"a fault\n")
-
-
-def test_a_program_without_a_console_can_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    with quiet_compiler():
-        pass
 
 
 # --- memory --------------------------------------------------------------------------------------
