@@ -7,7 +7,7 @@ Files:
   _equinox: models from Equinox modules
   _freeze: models with frozen params
   _lora: frozen models with trained matrices of low rank
-  _factored: products with matrices and their adapters
+  _adapters: matrices with adapters, and products with them
   _cast: mixed precision
   _remat: less memory in exchange for more computation
   _overwritten: values in a model state that their gradients replace

@@ -1,17 +1,23 @@
-"""Calls of modules as ``module(inputs)``: their arguments, and the state that they leave."""
+"""Modules as models: how they are called, and the state that they leave."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 
-from functrain.common import _repr
-from functrain.common._arguments import accepts, parameters
+from functrain.common._arguments import accepts, describe_signature, parameters
 from functrain.common._types import PyTree
+from functrain.model._freeze import FrozenState
 
 # Flax and its users have several names for the same argument. Each name maps to its value in
 # training; its value otherwise is the opposite.
 SWITCHES = {"training": True, "train": True, "deterministic": False, "use_running_average": False}
+
+# A note for errors of modules that may have needed a key.
+NO_KEY = (
+    "model.apply got no rng. If the module needs a key, pass rng=jax.random.key(seed) to "
+    "TrainState.create, or in evaluation to eval_step."
+)
 
 
 def switches(module: Any, training: bool) -> dict[str, Any]:
@@ -20,43 +26,32 @@ def switches(module: Any, training: bool) -> dict[str, Any]:
     return {name: training == value for name, value in SWITCHES.items() if name in names}
 
 
-def require_one_input(module: Any, base: str, mode: Collection[str], advice: str = "") -> None:
+def require_one_input(module: Any, mode: Collection[str], advice: str = "") -> None:
     """Raises TypeError unless a module can be called as ``module(inputs, **mode)``.
 
     Args:
       module: The module.
-      base: The class of its library's modules, as code, such as ``nn.Module``.
       mode: The names of the arguments that are passed besides the inputs.
       advice: What else may be done.
     """
-    name = _repr.name(module)
-    if not callable(module):
+    if not callable(module) or not accepts(module, 1, *mode):
         raise TypeError(
-            f"module: expected a module with a method __call__(self, inputs), got {name}, which "
-            "has none. Write one that calls the method that you want."
+            "module: expected one that is called as module(inputs), where inputs is one pytree, "
+            f"got {describe_signature(module)}. {advice}Wrap it in a module whose "
+            f"__call__({', '.join(['self', 'inputs', *mode])}) calls it with the parts, as in "
+            "self.net(inputs['x'], mask=inputs['mask'])."
         )
-    if accepts(module, 1, *mode):
-        return
-    arguments = []
-    for argument, parameter in parameters(module).items():
-        is_required = parameter.default is parameter.empty
-        if argument in mode:
-            arguments.append(f"{argument}={argument}")
-        elif is_required and parameter.kind is parameter.KEYWORD_ONLY:
-            arguments.append(f'{argument}=inputs["{argument}"]')
-        elif is_required and parameter.kind < parameter.KEYWORD_ONLY:
-            arguments.append(f'inputs["{argument}"]')
-    field = f"    net: {base}\n"
-    if base == "nnx.Module":
-        field = "    def __init__(self, net):\n        self.net = net\n"
-    raise TypeError(
-        "module: expected a module that is called as module(inputs), where inputs is one pytree, "
-        f"got {name}({', '.join(parameters(module))}). {advice}Wrap it, "
-        "and make the model of OneInput(module):\n\n"
-        f"class OneInput({base}):\n{field}\n"
-        f"    def __call__({', '.join(['self', 'inputs', *mode])}):\n"
-        f"        return self.net({', '.join(arguments)})\n"
-    )
+
+
+def require_unwrapped(model_state: PyTree) -> None:
+    """Raises ValueError for the model_state of a model of `freeze` or `lora`."""
+    if isinstance(model_state, FrozenState):
+        raise ValueError(
+            "model_state: expected that of this model, got that of the model which "
+            "functrain.freeze or functrain.lora returned. Use that model, as in "
+            "supervised(freeze(model, ...), loss), or the state of functrain.merge_frozen(state) "
+            "or functrain.merge_lora(state)."
+        )
 
 
 def restrict_to(reference: PyTree, tree: PyTree) -> PyTree:

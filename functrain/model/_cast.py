@@ -1,6 +1,5 @@
 """Models that compute in a lower precision than their params have."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -57,9 +56,7 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
         leaves = jax.tree.leaves((params, inputs))
         if not is_checked and any(isinstance(x, jax.core.Tracer) for x in leaves):
             is_checked = True
-            message = _warning(model, dtype, params, model_state, inputs, mode)
-            if message:
-                warn(message)
+            _warn_of_wide_products(model, dtype, params, model_state, inputs, mode)
         output = model.apply(params, model_state, inputs, **mode)
         outputs, losses = jax.tree.map(_widen_if_half, (output.outputs, output.losses))
         # A step is scanned over, so the dtypes of the state that it carries must not change.
@@ -69,32 +66,32 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
     return Model(model.init, apply)
 
 
-def _warning(
+def _warn_of_wide_products(
     model: Model, dtype: Any, params: PyTree, model_state: PyTree, inputs: PyTree, mode: Any
-) -> str:
-    """Returns a warning if no product of the model has the dtype, else an empty string."""
+) -> None:
+    """Warns if no product of the model has the dtype."""
     # What cannot be traced here has an error or a decision of its own, which `apply` meets again.
-    with contextlib.suppress(Exception):
+    try:
         jaxpr = jax.make_jaxpr(lambda p, x: model.apply(p, model_state, x, **mode).outputs)(
             params, inputs
         )
-        counts, name = product_dtypes(jaxpr), jnp.dtype(dtype).name
-        if not counts or name in counts:
-            return ""
-        products = ", ".join(f"{count} in {dtype}" for dtype, count in counts.items())
-        first = ""
-        for eqn, _, _ in walk_equations(jaxpr):
-            dtypes = [str(aval.dtype) for aval in avals(eqn)]
-            read, made = dtypes[: len(eqn.invars)], dtypes[len(eqn.invars) :]
-            if any(dtype in counts and dtype not in read for dtype in made):
-                first = f" {made[0]} begins in {describe_user_line(eqn)}."
-                break
-        return (
-            f"cast: expected products in {name}, got {products}: the model widens what it was "
-            f"given.{first} Give that layer dtype={name}, as in nnx.Embed(..., "
-            f"dtype=jnp.{name}), or convert with x.astype(params.dtype) in place of float32."
-        )
-    return ""
+    except Exception:
+        return
+    counts, name = product_dtypes(jaxpr), jnp.dtype(dtype).name
+    if not counts or name in counts:
+        return
+    products = ", ".join(f"{count} in {wide}" for wide, count in counts.items())
+    origin = ""
+    for eqn, _, _ in walk_equations(jaxpr):
+        dtypes = [str(aval.dtype) for aval in avals(eqn)]
+        read, made = set(dtypes[: len(eqn.invars)]), set(dtypes[len(eqn.invars) :])
+        if wide_dtypes := (made - read) & counts.keys():
+            origin = f" {wide_dtypes.pop()} begins in {describe_user_line(eqn)}."
+            break
+    warn(
+        f"cast: expected products in {name}, got {products}: the model widens its inputs.{origin} "
+        f"Give that layer dtype=jnp.{name}, or write x.astype(params.dtype) in place of float32."
+    )
 
 
 def _cast_if_float(dtype: Any, x: Any) -> Any:

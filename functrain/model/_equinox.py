@@ -9,12 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _tree
-from functrain.common._arguments import accepts, parameters
+from functrain.common._arguments import parameters
 from functrain.common._checks import require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
-from functrain.model._call import require_one_input
-from functrain.model._freeze import wrapped_state_advice
+from functrain.model._call import NO_KEY, require_one_input, require_unwrapped
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def from_equinox(
         called with one argument, or `state` is not a state, or is missing for a module that takes
         one. Raised by `init` and `apply` for a function.
       ImportError: Equinox is not installed.
-      ValueError: (from ``apply``) `model_state` is not that of this model.
+      ValueError: (from ``apply``) `model_state` is that of a model of `freeze` or `lora`.
 
     Examples:
       >>> import equinox as eqx, jax, jax.numpy as jnp
@@ -72,32 +71,21 @@ def from_equinox(
     """
     eqx = import_optional("equinox", "from_equinox needs Equinox: pip install equinox")
     is_instance = isinstance(module, eqx.Module)
-    if not is_instance and (isinstance(module, type) or not callable(module)):
-        advice = "Construct it first, as in Net(key), or pass lambda key: Net(key)."
-        require_instance("module", module, eqx.Module, "an instance of equinox.Module", advice)
+    expected = "an instance of equinox.Module, or a function that makes one of a key"
+    require(is_instance or callable(module), "module", expected, module, error=TypeError)
+    with_state = "module, state = equinox.nn.make_with_state(Net)(key) makes both."
     if state is not None:
-        advice = "module, state = equinox.nn.make_with_state(Net)(key) makes both."
-        require_instance("state", state, eqx.nn.State, "an equinox.nn.State", advice)
-        expected = "no state for a function, which returns (module, state)"
-        require(is_instance, "state", expected, state, error=TypeError)
+        require_instance("state", state, eqx.nn.State, "an equinox.nn.State", with_state)
 
     def make(key: Any) -> tuple[Any, Any]:
         function: Any = module
-        made = module if is_instance else function(key)
-        made_state = state
-        if isinstance(made, tuple) and len(made) == 2:
-            made, made_state = made
-        advice = "The function must return a module, or (module, state)."
-        require_instance("module", made, eqx.Module, "an instance of equinox.Module", advice)
+        made = (module, state) if is_instance else function(key)
+        # A function may return a module with its state.
+        made, made_state = made if isinstance(made, tuple) and len(made) == 2 else (made, state)
+        require_instance("module", made, eqx.Module, expected)
         if made_state is None:
-            advice = ""
-            if accepts(made, 2):
-                advice = (
-                    "If it takes a state, from_equinox(module, state) needs that, too; "
-                    "equinox.nn.make_with_state(Net)(key) makes both. Otherwise: "
-                )
-            mode = ["key"] if "key" in parameters(made) else []
-            require_one_input(made, "eqx.Module", mode, advice)
+            advice = f"If it has a state: {with_state} Otherwise: "
+            require_one_input(made, ["key"] if "key" in parameters(made) else [], advice)
         return made, made_state
 
     def split(made: Any, state: Any) -> tuple[PyTree, PyTree, PyTree]:
@@ -134,9 +122,7 @@ def from_equinox(
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
-        is_own = isinstance(model_state, dict) and model_state.keys() == {"arrays", "state"}
-        advice = wrapped_state_advice(model_state) or "Take it from init."
-        require(is_own, "model_state", "{'arrays': ..., 'state': ...}", model_state, advice)
+        require_unwrapped(model_state)
         made, _, _, static = structure()
         takes_key = "key" in parameters(made)
         whole = eqx.combine(params, model_state["arrays"], static)
@@ -144,33 +130,25 @@ def from_equinox(
 
         def call(x: PyTree, state: PyTree, key: jax.Array | None) -> tuple[PyTree, PyTree]:
             options: dict[str, Any] = {"key": key} if takes_key else {}
-            try:
-                if state is None:
-                    return whole(x, **options), None
-                outputs, new_state = whole(x, state, **options)
-            except RuntimeError as error:
-                # Equinox's dropout raises it without a key.
-                if takes_key and key is None:
-                    error.add_note(
-                        "The module got key=None, since apply got no rng. If it needs a key, pass "
-                        "rng=jax.random.key(seed) to TrainState.create."
-                    )
-                raise
+            if state is None:
+                return whole(x, **options), None
+            outputs, new_state = whole(x, state, **options)
             return outputs, new_state
 
+        keys = rng
+        if axis_name is not None:
+            call = jax.vmap(call, in_axes=(0, None, 0), out_axes=(0, None), axis_name=axis_name)
+            if rng is not None:
+                keys = jax.random.split(rng, len(jax.tree.leaves(inputs)[0]))
         # Equinox allows each State object to be updated once, so that a copy is updated.
         old_state = jax.tree.map(lambda x: x, model_state["state"])
-        if axis_name is None:
-            outputs, new_state = call(inputs, old_state, rng)
-        else:
-            keys = _split_over_batch(rng, inputs) if takes_key else None
-            mapped = jax.vmap(
-                call,
-                in_axes=(0, None, None if keys is None else 0),
-                out_axes=(0, None),
-                axis_name=axis_name,
-            )
-            outputs, new_state = mapped(inputs, old_state, keys)
+        try:
+            outputs, new_state = call(inputs, old_state, keys)
+        except RuntimeError as error:
+            # Equinox's dropout raises it without a key.
+            if rng is None:
+                error.add_note(NO_KEY)
+            raise
         return ModelOutput(outputs, {**model_state, "state": new_state})
 
     return Model(init, apply)
@@ -182,8 +160,3 @@ def _is_array(x: Any) -> bool:
 
 def _is_inexact(x: Any) -> bool:
     return _is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
-
-
-def _split_over_batch(rng: jax.Array | None, inputs: PyTree) -> jax.Array | None:
-    """Returns a key for each example, `key[B]`; None without `rng`."""
-    return None if rng is None else jax.random.split(rng, len(jax.tree.leaves(inputs)[0]))

@@ -1,18 +1,33 @@
 """Models with frozen params."""
 
+import collections
 import re
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from functrain.common import _patterns, _repr, _tree
+from functrain.common import _patterns, _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, StateT
 from functrain.model._model import Model, ModelOutput, require_model
 
 _MODEL_STATE_PATH = re.compile(r"((?:.*?/)?)model_state/([^/]+)(.*)")
 _MERGED_PART = {"frozen": "params", "model": "model_state"}
+
+
+class FrozenState(NamedTuple):
+    """The model_state of a model of `freeze` or `lora`.
+
+    Attributes:
+      frozen: The params that are not trained, with None in place of the others.
+      model: The model_state of the given model.
+      lora_scale: `f32[]`, the factor of the adapters of `lora`; None for `freeze`.
+    """
+
+    frozen: PyTree
+    model: PyTree
+    lora_scale: jax.Array | None = None
 
 
 def freeze(model: Model, *patterns: str) -> Model:
@@ -29,13 +44,14 @@ def freeze(model: Model, *patterns: str) -> Model:
         ``freeze(model, "encoder/**", "**/bias")``.
 
     Returns:
-      A model whose ``init`` returns params with None in place of the frozen ones, and the
-      model_state ``{"frozen": params with None for the trained ones, "model": model_state of the
-      given model}``. To start from pretrained params, freeze
-      ``Model(lambda key, x: (params, model_state), model.apply)``. `merge_frozen` undoes the split.
+      A model whose ``init`` returns params with None in place of the frozen ones, and a model_state
+      whose attribute `frozen` has these, with None in place of the trained ones, and whose
+      attribute `model` is the model_state of the given model. To start from pretrained params,
+      freeze ``Model(lambda key, x: (params, model_state), model.apply)``. `merge_frozen` undoes the
+      split.
 
     Raises:
-      TypeError: `model` is not a Model.
+      TypeError: `model` is not a Model, or a pattern is not a text.
       ValueError: No pattern is given. From ``init``: a pattern matches no param. From ``apply``:
         `model_state` does not come from a frozen model.
 
@@ -46,100 +62,109 @@ def freeze(model: Model, *patterns: str) -> Model:
       >>> model = Model(lambda key, x: ({"a": jnp.ones(()), "b": jnp.ones(())}, {}), apply)
       >>> frozen = freeze(model, "a")
       >>> params, model_state = frozen.init(jax.random.key(0), None)
-      >>> print(params, model_state["frozen"])
+      >>> print(params, model_state.frozen)
       {'a': None, 'b': Array(1., dtype=float32)} {'a': Array(1., dtype=float32), 'b': None}
       >>> print(frozen.apply(params, model_state, 2.0).outputs)
       3.0
     """
     require_model(model)
-    are_texts = bool(patterns) and all(isinstance(pattern, str) for pattern in patterns)
-    require(are_texts, "patterns", 'one or more, such as "encoder/**"', patterns)
+    require_patterns(patterns)
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, model_state = model.init(key, inputs)
-        paths = list(dict(_tree.leaves_with_path(params)))
-        for pattern in patterns:
-            _patterns.require_match("patterns", pattern, paths)
-        frozen = _select_params(params, patterns, is_match=True)
-        trained = _select_params(params, patterns, is_match=False)
-        return trained, {"frozen": frozen, "model": model_state}
+        frozen, trained = split_params(params, "patterns", patterns)
+        return trained, FrozenState(frozen, model_state)
 
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
-        frozen, inner_state = _split_model_state(model_state)
+        require_frozen_state(model_state, "freeze")
         # Gradients are taken with respect to `params` only, so the frozen params that are merged
         # in here cost no operation in the backward pass.
-        output = model.apply(_merge_params(params, frozen), inner_state, inputs, **mode)
-        return output._replace(model_state={"frozen": frozen, "model": output.model_state})
+        merged = merge_params(params, model_state.frozen)
+        output = model.apply(merged, model_state.model, inputs, **mode)
+        return output._replace(model_state=model_state._replace(model=output.model_state))
 
     return Model(init, apply)
 
 
-def _select_params(params: PyTree, patterns: tuple[str, ...], *, is_match: bool) -> PyTree:
-    """Returns the params that match a pattern, or those that do not, and None for the others."""
-
-    def select(path: Any, leaf: PyTree) -> PyTree:
-        # None is an empty subtree for jax, so that gradients and optimizers skip it.
-        return leaf if _patterns.any_matches(patterns, _tree.path_str(path)) is is_match else None
-
-    return jax.tree_util.tree_map_with_path(select, params)
+def require_patterns(patterns: Sequence[str]) -> None:
+    """Raises an error unless there are patterns, all of them texts."""
+    require(patterns, "patterns", 'one or more, such as "encoder/**"', patterns)
+    _patterns.as_patterns("patterns", patterns)
 
 
-def _merge_params(params: PyTree, frozen: PyTree) -> PyTree:
-    return jax.tree.map(lambda a, b: b if a is None else a, params, frozen, is_leaf=_is_none)
+def require_frozen_state(model_state: PyTree, wrapper: str) -> None:
+    """Raises ValueError unless a model_state is that of a model of `freeze` or `lora`."""
+    is_frozen_state = isinstance(model_state, FrozenState)
+    expected = f"the model_state that {wrapper}(model, ...).init returns"
+    require(is_frozen_state, "model_state", expected, model_state, "Create the state with it.")
 
 
-def _split_model_state(model_state: PyTree) -> tuple[PyTree, PyTree]:
-    """Returns the frozen params and the inner model's `model_state`.
+def split_params(params: PyTree, name: str, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
+    """Returns the params that match a pattern, and the others, each with None for the rest.
 
-    Raises:
-      ValueError: `model_state` does not come from a frozen model.
+    Args:
+      params: The params.
+      name: The name of the argument that has the patterns.
+      patterns: The patterns, each of which has to match a param.
     """
-    expected = "{'frozen': ..., 'model': ...}"
-    advice = (
-        "Create the state with the params and model_state that freeze(model, ...).init returns."
-    )
-    require(has_frozen(model_state), "model_state", expected, model_state, advice)
-    return model_state["frozen"], model_state["model"]
+    paths = list(dict(_tree.leaves_with_path(params)))
+    for pattern in patterns:
+        _patterns.require_match(name, pattern, paths)
+
+    def select(is_match: bool) -> PyTree:
+        def keep(path: Any, leaf: PyTree) -> PyTree:
+            matches = _patterns.any_matches(patterns, _tree.path_str(path))
+            # None is an empty subtree for jax, so that gradients and optimizers skip it.
+            return leaf if matches is is_match else None
+
+        return jax.tree_util.tree_map_with_path(keep, params)
+
+    return select(True), select(False)
 
 
-def has_frozen(model_state: PyTree) -> bool:
-    """Returns True for the model_state of a frozen model."""
-    return isinstance(model_state, dict) and model_state.keys() == {"frozen", "model"}
+def merge_params(
+    trained: PyTree,
+    frozen: PyTree,
+    combine: Callable[[Any, Any], Any] = lambda frozen, trained: frozen,
+    *kinds: type,
+) -> PyTree:
+    """Returns all params, from two trees with None in place of what only the other has.
 
+    Args:
+      trained: The trained params.
+      frozen: The others.
+      combine: ``combine(frozen, trained)`` for a param of which both have a part.
+      *kinds: Further classes of leaves of `frozen`.
+    """
 
-def has_base(model_state: PyTree) -> bool:
-    """Returns True for the model_state of a model of `lora`."""
-    return isinstance(model_state, dict) and model_state.keys() == {"frozen", "model", "lora_scale"}
+    def is_leaf(x: Any) -> bool:
+        return x is None or isinstance(x, kinds)
 
+    def merge(leaf: Any, value: Any) -> Any:
+        if leaf is None:
+            return value
+        return leaf if value is None else combine(leaf, value)
 
-def wrapped_state_advice(model_state: PyTree) -> str:
-    """Returns advice if a model_state is that of `freeze` or `lora`, for errors of other models."""
-    if has_base(model_state):
-        wrapper, merge = "lora", "merge_lora"
-    elif has_frozen(model_state):
-        wrapper, merge = "freeze", "merge_frozen"
-    else:
-        return ""
-    return (
-        f"This model_state is that of a model of functrain.{wrapper}. Pass that model, as in "
-        f"supervised({wrapper}(model, ...), loss), or the state functrain.{merge}(state)."
-    )
+    return jax.tree.map(merge, frozen, trained, is_leaf=is_leaf)
 
 
 def is_frozen(state: Any) -> bool:
-    """Returns True if a state belongs to a frozen model.
+    """Returns True if a state belongs to a model of `freeze`."""
+    model_state = getattr(state, "model_state", None)
+    return isinstance(model_state, FrozenState) and model_state.lora_scale is None
 
-    Its `model_state` then holds a second tree of params, and each param has a value in exactly one
-    of the two trees.
-    """
-    if not has_frozen(state.model_state):
-        return False
-    # The keys alone prove nothing: a model may have layers that are called "frozen" and "model".
-    trained, trained_structure = _flatten_with_none(state.params)
-    frozen, frozen_structure = _flatten_with_none(state.model_state["frozen"])
-    if trained_structure != frozen_structure:
-        return False
-    return all((a is None) != (b is None) for a, b in zip(trained, frozen, strict=True))
+
+def is_lora(state: Any) -> bool:
+    """Returns True if a state belongs to a model of `lora`."""
+    return isinstance(getattr(state, "model_state", None), FrozenState) and not is_frozen(state)
+
+
+def require_wrapped(state: Any, *, has_lora: bool) -> None:
+    """Raises ValueError unless a state belongs to a model of `lora`, or else of `freeze`."""
+    is_wrapped = is_lora(state) if has_lora else is_frozen(state)
+    expected = f"the state of a model of functrain.{'lora' if has_lora else 'freeze'}"
+    advice = "Use merge_lora for lora, merge_frozen for freeze, and any other state as it is."
+    require(is_wrapped, "state", expected, state, advice)
 
 
 def merged_paths(paths: Collection[str], *, with_lora: bool = False) -> dict[str, str]:
@@ -151,26 +176,19 @@ def merged_paths(paths: Collection[str], *, with_lora: bool = False) -> dict[str
         It has their shapes, but not the values that `merge_lora` returns.
     """
     allowed = {*_MERGED_PART, "lora_scale"} if with_lora else {*_MERGED_PART}
-    matches = [match for path in paths if (match := _MODEL_STATE_PATH.fullmatch(path))]
-    parts: dict[str, set[str]] = {}  # what each model_state consists of
-    for prefix, part, _ in (match.groups() for match in matches):
-        parts.setdefault(prefix, set()).add(part)
+    matches = list(filter(None, map(_MODEL_STATE_PATH.fullmatch, paths)))
+    # The parts of each model_state: one that is not frozen may have layers of these names, too.
+    parts = collections.defaultdict(set)
+    for match in matches:
+        parts[match[1]].add(match[2])
     merged = dict(zip(paths, paths, strict=True))
     for match in matches:
         prefix, part, rest = match.groups()
-        # A model that is not frozen may have layers called "frozen" and "model", too.
-        is_split = "frozen" in parts[prefix] <= allowed and part in _MERGED_PART
-        if is_split and (path := prefix + _MERGED_PART[part] + rest) not in merged:
-            merged[match.string] = path
+        if part in _MERGED_PART and "frozen" in parts[prefix] <= allowed:
+            path = prefix + _MERGED_PART[part] + rest
+            if path not in merged:
+                merged[match.string] = path
     return merged
-
-
-def _flatten_with_none(tree: PyTree) -> tuple[list[Any], Any]:
-    return jax.tree.flatten(tree, is_leaf=_is_none)
-
-
-def _is_none(x: PyTree) -> bool:
-    return x is None
 
 
 def merge_frozen(state: StateT) -> StateT:
@@ -195,16 +213,9 @@ def merge_frozen(state: StateT) -> StateT:
       >>> print(merge_frozen(state).params)
       {'a': Array([1., 1.], dtype=float32), 'b': Array([0., 0.], dtype=float32)}
     """
+    require_wrapped(state, has_lora=False)
     frozen_state: Any = state
-    model_state = getattr(state, "model_state", None)
-    if not has_frozen(model_state):
-        advice = "A state without frozen params has all its params already: use it as it is."
-        if has_base(model_state):
-            advice = "For the state of a model of lora, use functrain.merge_lora."
-        raise ValueError(
-            f"state: expected the state of a frozen model, got {_repr.state_repr(state)}. {advice}"
-        )
-    frozen, model_state = _split_model_state(model_state)
-    params = _merge_params(frozen_state.params, frozen)
-    merged: StateT = frozen_state.replace(params=params, model_state=model_state)
+    model_state = frozen_state.model_state
+    params = merge_params(frozen_state.params, model_state.frozen)
+    merged: StateT = frozen_state.replace(params=params, model_state=model_state.model)
     return merged

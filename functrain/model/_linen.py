@@ -8,12 +8,18 @@ import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from functrain.common import _tree
-from functrain.common._checks import require, require_instance
+from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
-from functrain.model._call import require_one_input, restrict_to, switches
-from functrain.model._freeze import wrapped_state_advice
+from functrain.model._call import (
+    NO_KEY,
+    require_one_input,
+    require_unwrapped,
+    restrict_to,
+    switches,
+)
 from functrain.model._model import Model, ModelOutput
 from functrain.model._overwritten import OverwrittenByGradient
 
@@ -40,9 +46,11 @@ def from_linen(module: nn.Module) -> Model:
 
     Raises:
       TypeError: `module` is not an instance of a linen module, or cannot be called with one
-        argument; the error shows a wrapper.
-      ValueError: (from ``apply``) the module draws random numbers but `rng` is None, it sows a
-        loss that is not a scalar, or `model_state` lacks a collection of the module.
+        argument.
+      ValueError: (from ``apply``) it sows a loss that is not a scalar, or `model_state` is that of
+        a model of `freeze` or `lora`.
+      flax.errors.FlaxError: (from ``apply``) the module draws random numbers but `rng` is None, or
+        `model_state` lacks a collection of the module.
 
     Examples:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -61,25 +69,28 @@ def from_linen(module: nn.Module) -> Model:
     """
     advice = "Construct it first, as in Net(...); for a module of flax.nnx use from_nnx."
     require_instance("module", module, nn.Module, "an instance of flax.linen.Module", advice)
-    require_one_input(module, "nn.Module", list(_linen_switches(module, False)))
+    require_one_input(module, list(_linen_switches(module, False)))
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         mode = _linen_switches(module, False)
         # flax returns FrozenDicts if it is configured to.
         variables = unfreeze(module.init(key, inputs, **mode))
+        params = variables.pop("params", {})
         # Sown values and perturbations belong to one application, not to the state that the next
         # one receives: they are as large as its batch.
         for name in ("losses", "intermediates", "perturbations"):
             variables.pop(name, None)
-        collections = {name: x for name, x in variables.items() if name != "params"}
+        flat = flatten_dict(variables)
         # A value that is sown into another collection is a tuple, as a variable may be. Only the
         # former grows when the module is applied again.
-        if any(isinstance(x, tuple) for x in jax.tree.leaves(collections, is_leaf=_is_tuple)):
-            _, collections = jax.eval_shape(
-                lambda: module.apply(variables, inputs, rngs=key, mutable=list(collections), **mode)
-            )
-        params = variables.pop("params", {})
-        model_state = _without_grown(variables, unfreeze(collections))
+        if any(isinstance(x, tuple) for x in flat.values()):
+            mode |= {"rngs": key, "mutable": list(variables)}
+            whole = {"params": params, **variables}
+            _, updated = jax.eval_shape(lambda: module.apply(whole, inputs, **mode))
+            later = flatten_dict(unfreeze(updated))
+            grown = [path for path, x in flat.items() if _is_longer(later.get(path), x)]
+            flat = {path: x for path, x in flat.items() if path not in grown}
+        model_state = unflatten_dict(flat)
         if OVERWRITE_WITH_GRADIENT in model_state:
             scales = model_state[OVERWRITE_WITH_GRADIENT]
             model_state[OVERWRITE_WITH_GRADIENT] = OverwrittenByGradient(scales)
@@ -94,13 +105,13 @@ def from_linen(module: nn.Module) -> Model:
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
+        require_unwrapped(model_state)
         # A state that was created without a model_state has () there, and dict(()) is {}.
         collections = dict(model_state)
         scales = collections.get(OVERWRITE_WITH_GRADIENT, OverwrittenByGradient())
-        advice = "Take the model_state from init of this Model, and replace its leaves."
-        is_marked = isinstance(scales, OverwrittenByGradient)
+        expected = "the float8 scales that init returned"
         name = f"model_state/{OVERWRITE_WITH_GRADIENT}"
-        require(is_marked, name, "the float8 scales that init returned", scales, advice)
+        require(isinstance(scales, OverwrittenByGradient), name, expected, scales)
         try:
             outputs, updated = module.apply(
                 {"params": params, **collections},
@@ -110,91 +121,34 @@ def from_linen(module: nn.Module) -> Model:
                 mutable=[*(collections if training else ()), "losses"],
                 **_linen_switches(module, training),
             )
-        except flax.errors.ModifyScopeVariableError as error:
-            if not training:
-                error.add_note(
-                    "With training=False, as in evaluation, model_state stays as it is. Update the "
-                    "variable only where its collection is mutable, which "
-                    "self.is_mutable_collection(name) tells."
-                )
-            raise
         except flax.errors.InvalidRngError as error:
-            # With an rng, every stream has a key, and the error has another cause.
-            if rng is None:
-                raise ValueError(_missing_rng_message(module, training)) from error
+            error.add_note(NO_KEY)
             raise
-        except (
-            flax.errors.ScopeCollectionNotFound,
-            flax.errors.ApplyScopeInvalidVariablesStructureError,
-        ) as error:
-            raise ValueError(_missing_collection_message(module, params, collections)) from error
-        except Exception as error:
-            # flax takes the parts of such a model_state for collections, and fails in many ways.
-            if advice := wrapped_state_advice(collections):
-                expected = f"the collections that init returned, got {sorted(collections)}"
-                raise ValueError(f"model_state: expected {expected}. {advice}") from error
+        except flax.errors.ScopeCollectionNotFound as error:
+            error.add_note(
+                f"The model_state has {sorted(collections)}. Pass that of model.init(key, inputs) "
+                "to TrainState.create(params=params, model_state=model_state, tx=tx)."
+            )
             raise
-        losses = _flatten_losses(updated.get("losses", {}))
+        losses = updated.get("losses", {})
+        wrong = _tree.format_leaves(losses, jnp.ndim)
+        advice = "Reduce them with jnp.sum or jnp.mean before self.sow."
+        require_no_problems("losses", wrong, "scalars, float32[]", advice)
         if training and collections:
             # Variables that the module creates in this call are dropped: the structure of
             # model_state must stay the same from step to step.
             # A call reads the scales of float8, and the step replaces them.
             model_state = restrict_to(model_state, {**updated, OVERWRITE_WITH_GRADIENT: scales})
-        return ModelOutput(outputs, model_state, losses)
+        return ModelOutput(outputs, model_state, tuple(jax.tree.leaves(losses)))
 
     return Model(init, apply)
 
 
-def _without_grown(old: PyTree, new: PyTree) -> PyTree:
-    """Returns a nested dict without the tuples that are longer in `new`; drops empty dicts."""
-    kept = {}
-    for name, x in old.items():
-        below = new.get(name, x)
-        if isinstance(x, dict) and x:
-            if rest := _without_grown(x, below):
-                kept[name] = rest
-        elif not (isinstance(x, tuple) and isinstance(below, tuple) and len(x) < len(below)):
-            kept[name] = x
-    return kept
-
-
-def _is_tuple(x: PyTree) -> bool:
-    return isinstance(x, tuple)
+def _is_longer(new: PyTree, old: PyTree) -> bool:
+    return isinstance(new, tuple) and isinstance(old, tuple) and len(new) > len(old)
 
 
 def _linen_switches(module: Any, training: bool) -> dict[str, Any]:
     """Returns the switches to pass: those that are not already set as fields of the module."""
     values = switches(module, training)
     return {name: x for name, x in values.items() if getattr(module, name, None) is None}
-
-
-def _missing_rng_message(module: nn.Module, training: bool) -> str:
-    function = "TrainState.create" if training else "eval_step"
-    return (
-        f"{type(module).__name__}: expected a key, since the module draws random numbers with "
-        f"training={training}, got rng=None. Pass rng=jax.random.key(seed) to {function}, or to "
-        "apply."
-    )
-
-
-def _missing_collection_message(
-    module: nn.Module, params: PyTree, model_state: dict[str, PyTree]
-) -> str:
-    got = f"params {sorted(params)} and model_state {sorted(model_state)}"
-    return (
-        f"{type(module).__name__}: expected the collections that init returned, got {got}. With "
-        "params, model_state = model.init(key, inputs), create the state with both: "
-        "TrainState.create(params=params, model_state=model_state, tx=tx)."
-    )
-
-
-def _flatten_losses(collection: PyTree) -> tuple[jax.Array, ...]:
-    """Returns the sown losses as a tuple.
-
-    Raises:
-      ValueError: A loss is not a scalar.
-    """
-    for path, leaf in _tree.leaves_with_path(collection):
-        advice = "Reduce it with jnp.sum or jnp.mean before self.sow."
-        require(jnp.shape(leaf) == (), f"losses/{path}", "a scalar, float32[]", leaf, advice)
-    return tuple(jax.tree.leaves(collection))

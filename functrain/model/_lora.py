@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from functrain.common import _patterns, _repr, _tree
+from functrain.common import _patterns, _tree
 from functrain.common._checks import (
     is_positive,
     require,
@@ -17,8 +17,22 @@ from functrain.common._checks import (
     require_one_of,
 )
 from functrain.common._types import PyTree, StateT
-from functrain.model._factored import Adapter, apply_factored, merge
-from functrain.model._freeze import has_base, has_frozen
+from functrain.model._adapters import (
+    Adapted,
+    Quantized,
+    add_adapters,
+    apply_factored,
+    dequantize,
+    quantize,
+)
+from functrain.model._freeze import (
+    FrozenState,
+    merge_params,
+    require_frozen_state,
+    require_patterns,
+    require_wrapped,
+    split_params,
+)
 from functrain.model._model import Model, ModelOutput, require_model
 
 
@@ -73,12 +87,12 @@ def lora(
 
     Returns:
       A model whose ``init`` returns the adapters, ``{"a": ..., "b": ...}`` in place of each adapted
-      matrix, the params of `train`, and None in place of other params. The model_state is
-      ``{"frozen": the base, "model": model_state of the given model, "lora_scale": f32[], alpha /
-      rank}``. `merge_lora` adds the adapters to the base.
+      matrix, the params of `train`, and None in place of other params. The model_state has the
+      attributes `frozen`, the base, `model`, the model_state of the given model, and `lora_scale`,
+      f32[], alpha / rank. `merge_lora` adds the adapters to the base.
 
     Raises:
-      TypeError: `model` is not a Model.
+      TypeError: `model` is not a Model, or a pattern is not a text.
       ValueError: No pattern is given, or `rank`, `alpha` or `base_dtype` is invalid. From ``init``:
         a pattern matches no param, or no floating-point matrix that is not trained whole; or a
         matrix is smaller than `rank`.
@@ -103,41 +117,39 @@ def lora(
       True
     """
     require_model(model)
-    are_texts = bool(patterns) and all(isinstance(pattern, str) for pattern in patterns)
-    require(are_texts, "patterns", 'one or more, such as "encoder/**"', patterns)
+    require_patterns(patterns)
     require_integer("rank", rank)
     is_valid = alpha is None or is_positive(alpha)
     require(is_valid, "alpha", "a positive number, or None for the rank", alpha)
     require_one_of("base_dtype", base_dtype, ("int8", None))
     require_flags(factored=factored)
-    whole_patterns = [train] if isinstance(train, str) else train
-    are_texts = isinstance(whole_patterns, Sequence) and all(
-        isinstance(pattern, str) for pattern in whole_patterns
-    )
-    require(are_texts, "train", 'patterns, such as "head/**"', train)
+    whole_patterns = _patterns.as_patterns("train", train)
     scale = 1.0 if alpha is None else alpha / rank
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, model_state = model.init(key, inputs)
-        whole, base = _split_whole(params, whole_patterns)
-        paths = _adapted_paths(base, patterns, rank)
-        adapters = _create_adapters(key, base, paths, rank)
+        whole, base = split_params(params, "train", whole_patterns)
+        adapters = _create_adapters(key, base, _adapted_paths(base, patterns, rank), rank)
         if base_dtype is not None:
-            base = _map_adapted(lambda adapter, w: _quantize(w), adapters, base)
+            base = merge_params(adapters, base, lambda w, _: quantize(w, _first_output(w.shape)))
         # Returned as an array, so that `merge_lora` needs nothing but the state.
         lora_scale = jnp.asarray(scale, jnp.float32)
-        trained = jax.tree.map(_first_present, whole, adapters, is_leaf=_is_none)
-        return trained, {"frozen": base, "model": model_state, "lora_scale": lora_scale}
+        return merge_params(adapters, whole), FrozenState(base, model_state, lora_scale)
 
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
-        expected = "{'frozen': ..., 'model': ..., 'lora_scale': ...}"
-        advice = (
-            "Create the state with the params and model_state that lora(model, ...).init returns."
-        )
-        require(has_base(model_state), "model_state", expected, model_state, advice)
-        apply_base = _apply_factored if factored else _apply_merged
-        output = apply_base(model, params, model_state, inputs, **mode)
-        return output._replace(model_state={**model_state, "model": output.model_state})
+        require_frozen_state(model_state, "lora")
+        # Traced arguments are positional; the others, such as `training`, decide what is traced.
+        rng = mode.pop("rng", None)
+
+        def run(params: PyTree, state: PyTree, inputs: PyTree, rng: Any) -> ModelOutput:
+            return model.apply(params, state, inputs, rng=rng, **mode)
+
+        adapted, args = _adapted_params(params, model_state), (model_state.model, inputs, rng)
+        if factored:
+            output: ModelOutput = apply_factored(run, adapted, *args)
+        else:
+            output = run(add_adapters(adapted), *args)
+        return output._replace(model_state=model_state._replace(model=output.model_state))
 
     return Model(init, apply)
 
@@ -169,52 +181,23 @@ def merge_lora(state: StateT) -> StateT:
       [[2. 1.]
        [1. 2.]]
     """
+    require_wrapped(state, has_lora=True)
     lora_state: Any = state
-    model_state = getattr(state, "model_state", None)
-    if not has_base(model_state):
-        advice = "A state without adapters has all its params already: use it as it is."
-        if has_frozen(model_state):
-            advice = "For the state of a model of freeze, use functrain.merge_frozen."
-        raise ValueError(
-            "state: expected the state of a model of functrain.lora, got "
-            f"{_repr.state_repr(state)}. {advice}"
-        )
-    params = _add_adapters(lora_state.params, lora_state.model_state)
-    merged: StateT = lora_state.replace(params=params, model_state=lora_state.model_state["model"])
+    model_state = lora_state.model_state
+    params = add_adapters(_adapted_params(lora_state.params, model_state))
+    merged: StateT = lora_state.replace(params=params, model_state=model_state.model)
     return merged
 
 
-def is_lora(state: Any) -> bool:
-    """Returns True if a state belongs to a model of `lora`."""
-    return has_base(state.model_state)
+def _adapted_params(trained: PyTree, model_state: FrozenState) -> PyTree:
+    """Returns the params of the original model, with `Adapted` in place of adapted matrices."""
 
+    def adapt(w: Any, adapter: dict[str, jax.Array]) -> Adapted:
+        a: Any = adapter["a"]
+        scale: Any = model_state.lora_scale
+        return Adapted(dequantize(w), a * scale.astype(a.dtype), adapter["b"])
 
-def _split_whole(params: PyTree, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
-    """Returns the params that are trained whole, and the others, each with None for the rest.
-
-    Raises:
-      ValueError: A pattern matches no param.
-    """
-    paths = list(dict(_tree.leaves_with_path(params)))
-    for pattern in patterns:
-        _patterns.require_match("train", pattern, paths)
-
-    def select(is_whole: bool) -> PyTree:
-        def keep(path: Any, w: Any) -> Any:
-            matches = _patterns.any_matches(patterns, _tree.path_str(path))
-            return w if matches is is_whole else None
-
-        return jax.tree_util.tree_map_with_path(keep, params)
-
-    return select(True), select(False)
-
-
-def _first_present(whole: Any, adapter: Any) -> Any:
-    return adapter if whole is None else whole
-
-
-def _is_none(x: Any) -> bool:
-    return x is None
+    return merge_params(trained, model_state.frozen, adapt, Quantized)
 
 
 def _adapted_paths(base: PyTree, patterns: Sequence[str], rank: int) -> list[str]:
@@ -224,25 +207,21 @@ def _adapted_paths(base: PyTree, patterns: Sequence[str], rank: int) -> list[str
       ValueError: A pattern matches no floating-point matrix, or a matrix is smaller than the rank.
     """
     leaves = dict(_tree.leaves_with_path(base))
-    matrices = {path: w for path, w in leaves.items() if _is_matrix(w)}
+    adapted: dict[str, Any] = {}
     for pattern in patterns:
         _patterns.require_match("patterns", pattern, leaves)
-        if not any(_patterns.matches(pattern, path) for path in matrices):
-            others = [path for path in leaves if _patterns.matches(pattern, path)]
-            lines = [f"{path}: {_tree.spec(leaves[path])}" for path in others]
-            expected = f"a pattern of floating-point arrays with two axes or more for {pattern!r}"
-            advice = "Integers and vectors are frozen, but have no adapters."
-            require_no_problems("patterns", lines, expected, advice)
-    adapted = {p: w for p, w in matrices.items() if _patterns.any_matches(patterns, p)}
-    too_small = []
-    for path, w in adapted.items():
-        inputs, outputs = _sizes(w.shape, _first_output(w.shape))
-        if rank > min(inputs, outputs):
-            too_small.append(f"{path}: {_tree.spec(w)}, {inputs} inputs and {outputs} outputs")
+        matches = {path: w for path, w in leaves.items() if _patterns.matches(pattern, path)}
+        matrices = {path: w for path, w in matches.items() if _is_matrix(w)}
+        expected = f"a pattern of floating-point arrays with two axes or more for {pattern!r}"
+        advice = "Integers and vectors are frozen, but have no adapters."
+        problems = "" if matrices else _tree.format_leaves(matches)
+        require_no_problems("patterns", problems, expected, advice)
+        adapted |= matrices
+    too_small = _tree.format_leaves(adapted, lambda w: rank > min(_sizes(w)))
     expected = f"matrices with at least {rank} inputs and outputs"
     advice = "Lower the rank, or do not match these arrays: they are small enough to train whole."
     require_no_problems("rank", too_small, expected, advice)
-    return list(adapted)
+    return [path for path in leaves if path in adapted]
 
 
 def _is_matrix(x: Any) -> bool:
@@ -257,12 +236,13 @@ def _first_output(shape: Sequence[int]) -> int:
       [1, 1, 2, 3]
     """
     axes = range(len(shape) - 1, 0, -1)
-    return min(axes, key=lambda axis: sum(_sizes(shape, axis)))
+    return min(axes, key=lambda axis: math.prod(shape[:axis]) + math.prod(shape[axis:]))
 
 
-def _sizes(shape: Sequence[int], first_output: int) -> tuple[int, int]:
-    """Returns the numbers of inputs and outputs."""
-    return math.prod(shape[:first_output]), math.prod(shape[first_output:])
+def _sizes(w: Any) -> tuple[int, int]:
+    """Returns the numbers of inputs and outputs of a matrix."""
+    first_output = _first_output(w.shape)
+    return math.prod(w.shape[:first_output]), math.prod(w.shape[first_output:])
 
 
 def _create_adapters(key: jax.Array, base: PyTree, paths: Sequence[str], rank: int) -> PyTree:
@@ -271,122 +251,15 @@ def _create_adapters(key: jax.Array, base: PyTree, paths: Sequence[str], rank: i
     key = jax.random.fold_in(jax.random.fold_in(key, 0x10AA), rank)
 
     def create(path: Any, w: Any) -> PyTree:
-        if (name := _tree.path_str(path)) not in paths:
+        name = _tree.path_str(path)
+        if name not in paths:
             return None
         first_output = _first_output(w.shape)
-        inputs, _ = _sizes(w.shape, first_output)
+        inputs, outputs = w.shape[:first_output], w.shape[first_output:]
         dtype = jax.eval_shape(_tree.at_least_float32, w).dtype
+        key_of_matrix = jax.random.fold_in(key, paths.index(name))
         initializer = jax.nn.initializers.he_uniform()
-        a = initializer(jax.random.fold_in(key, paths.index(name)), (inputs, rank), dtype)
-        b = jnp.zeros((rank, *w.shape[first_output:]), dtype)
-        return {"a": a.reshape(*w.shape[:first_output], rank), "b": b}
+        a = initializer(key_of_matrix, (math.prod(inputs), rank), dtype)
+        return {"a": a.reshape(*inputs, rank), "b": jnp.zeros((rank, *outputs), dtype)}
 
     return jax.tree_util.tree_map_with_path(create, base)
-
-
-class _Quantized(NamedTuple):
-    """A matrix in int8.
-
-    Attributes:
-      values: `i8[...]`, with the shape of the matrix.
-      scale: The factor of each output, in the dtype of the matrix.
-    """
-
-    values: jax.Array
-    scale: jax.Array
-
-
-def _map_adapted(function: Any, adapters: PyTree, base: PyTree) -> PyTree:
-    """Returns all params: ``function(adapter, w)`` for adapted matrices, others as they are.
-
-    A param that is trained whole is in `adapters`, and None in the base.
-    """
-
-    def apply(w: Any, adapter: Any) -> Any:
-        if w is None or adapter is None:
-            return adapter if w is None else w
-        return function(adapter, w)
-
-    return jax.tree.map(
-        apply, base, adapters, is_leaf=lambda w: w is None or isinstance(w, _Quantized)
-    )
-
-
-def _quantize(w: Any) -> _Quantized:
-    """Returns a matrix as int8 with one scale for each output, rounded symmetrically."""
-    w = jnp.asarray(w)
-    inputs = tuple(range(_first_output(w.shape)))
-    wide = _tree.at_least_float32(w)
-    exact = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True) / 127
-    scale = exact.astype(w.dtype)
-    # Rounded up, because a weight must not be more than 127 times the scale, and float16 has few
-    # digits for small numbers.
-    is_below = _tree.at_least_float32(scale) < exact
-    scale = jnp.where(is_below, jnp.nextafter(scale, jnp.full_like(scale, jnp.inf)), scale)
-    # An output whose weights are all zero has the scale 1, by which they can be divided.
-    scale = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    # In half precision the quotients would be rounded as well, before they are rounded to integers.
-    values = jnp.round(wide / _tree.at_least_float32(scale)).astype(jnp.int8)
-    return _Quantized(values, scale)
-
-
-def _dequantize(w: Any) -> jax.Array:
-    if isinstance(w, _Quantized):
-        w = w.values.astype(w.scale.dtype) * w.scale
-    return jnp.asarray(w)
-
-
-def _scaled(adapter: dict[str, jax.Array], model_state: PyTree) -> Adapter:
-    a = adapter["a"]
-    return Adapter(a * model_state["lora_scale"].astype(a.dtype), adapter["b"])
-
-
-def _add_adapters(adapters: PyTree, model_state: PyTree) -> PyTree:
-    """Returns the params of the original model."""
-
-    def add(adapter: dict[str, jax.Array], w: Any) -> jax.Array:
-        return merge(_dequantize(w), *_scaled(adapter, model_state))
-
-    return _map_adapted(add, adapters, model_state["frozen"])
-
-
-def _apply_merged(
-    model: Model, adapters: PyTree, model_state: PyTree, inputs: PyTree, **mode: Any
-) -> ModelOutput:
-    params = _add_adapters(adapters, model_state)
-    return model.apply(params, model_state["model"], inputs, **mode)
-
-
-def _apply_factored(
-    model: Model,
-    adapters: PyTree,
-    model_state: PyTree,
-    inputs: PyTree,
-    *,
-    rng: jax.Array | None = None,
-    **mode: Any,
-) -> ModelOutput:
-    leaves, structure = jax.tree.flatten(
-        _map_adapted(
-            lambda adapter, w: _Adapted(_dequantize(w), _scaled(adapter, model_state)),
-            adapters,
-            model_state["frozen"],
-        ),
-        is_leaf=lambda x: isinstance(x, _Adapted),
-    )
-    adapted = {i: x.adapter for i, x in enumerate(leaves) if isinstance(x, _Adapted)}
-    leaves = [x.w if isinstance(x, _Adapted) else x for x in leaves]
-
-    def apply(leaves: list[Any], state: PyTree, inputs: PyTree, rng: Any) -> ModelOutput:
-        params = jax.tree.unflatten(structure, leaves)
-        return model.apply(params, state, inputs, rng=rng, **mode)
-
-    output: ModelOutput = apply_factored(apply, leaves, adapted, model_state["model"], inputs, rng)
-    return output
-
-
-class _Adapted(NamedTuple):
-    """A matrix of the base and its adapter."""
-
-    w: jax.Array
-    adapter: Adapter

@@ -1,8 +1,7 @@
 """A model as a pair of pure functions, in the style of optax optimizers."""
 
-import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -32,32 +31,6 @@ class ModelOutput(NamedTuple):
     outputs: PyTree
     model_state: PyTree
     losses: tuple[jax.Array, ...] = ()
-
-
-def _reject_use_as_array(self: ModelOutput, *args: Any) -> NoReturn:
-    raise TypeError(
-        "expected an array, got a ModelOutput, the result of model.apply. Its field `outputs` has "
-        "the predictions: model.apply(...).outputs"
-    )
-
-
-def _reject_attribute(self: ModelOutput, name: str) -> NoReturn:
-    raise AttributeError(
-        f"A ModelOutput has no attribute {name!r}. It has the fields outputs (the predictions), "
-        "model_state and losses: use model.apply(...).outputs"
-    )
-
-
-# Set here, since type checkers would compare methods with those of a tuple, whose `+` and `*`
-# would silently concatenate and repeat.
-for _name in ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"]:
-    setattr(ModelOutput, f"__{_name}__", _reject_use_as_array)
-    setattr(ModelOutput, f"__r{_name}__", _reject_use_as_array)
-for _name in ["neg", "abs", "eq", "ne", "lt", "le", "gt", "ge", "array", "jax_array"]:
-    setattr(ModelOutput, f"__{_name}__", _reject_use_as_array)
-# With None, an operator between an array of NumPy and a ModelOutput calls the methods above.
-setattr(ModelOutput, "__array_ufunc__", None)  # noqa: B010
-setattr(ModelOutput, "__getattr__", _reject_attribute)  # noqa: B010
 
 
 class ApplyFn(Protocol):
@@ -109,21 +82,10 @@ class Model(NamedTuple):
     apply: ApplyFn
 
 
-# The functions that make a Model, by the library whose class the argument has.
-_MAKERS = {
-    "keras": "bridge.from_keras",
-    "flax.linen": "functrain.from_linen",
-    "flax.nnx": "functrain.from_nnx",
-    "equinox": "functrain.from_equinox",
-}
-
-
 def require_model(model: Any) -> None:
-    """Raises TypeError unless an argument is a Model, with the function that makes one of it."""
-    advice = f"Make one with {', '.join(_MAKERS.values())} or functrain.Model(init, apply)."
-    # By the names of modules: importing Keras would load what the caller may not need.
-    bases = inspect.getmro(model if isinstance(model, type) else type(model))
-    for library, maker in _MAKERS.items():
-        if any(f"{base.__module__}.".startswith(f"{library}.") for base in bases):
-            advice = f"Pass {maker}(model)."
+    """Raises TypeError unless an argument is a Model."""
+    advice = (
+        "Make one with bridge.from_keras, functrain.from_linen, functrain.from_nnx, "
+        "functrain.from_equinox or functrain.Model(init, apply)."
+    )
     require_instance("model", model, Model, "a functrain.Model", advice)

@@ -1,17 +1,21 @@
 """Models from nnx modules."""
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import flax.linen as linen
 import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
-from functrain.common._checks import require_instance, require_no_problems
+from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
-from functrain.model._call import require_one_input, restrict_to, switches
-from functrain.model._freeze import wrapped_state_advice
+from functrain.model._call import (
+    require_one_input,
+    require_unwrapped,
+    restrict_to,
+    switches,
+)
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:
@@ -43,8 +47,8 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
 
     Raises:
       TypeError: `module` is neither an nnx module nor a function that returns one, it holds a value
-        that is not an array, or it cannot be called with one argument; the error shows a wrapper.
-        Raised by `init` and `apply` for a function.
+        that is not an array, or it cannot be called with one argument. Raised by `init` and `apply`
+        for a function.
       ValueError: (from ``apply``) params or model_state does not have the structure that ``init``
         returned.
 
@@ -66,48 +70,34 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
     from flax import nnx
 
     is_instance = isinstance(module, nnx.Module)
-    is_function = callable(module) and not isinstance(module, type | linen.Module)
-    if not (is_instance or is_function):
-        advice = (
-            "Construct it first, as in Net(...), or pass lambda rngs: Net(rngs=rngs); for a module "
-            "of flax.linen use from_linen."
-        )
-        require_instance("module", module, nnx.Module, "an instance of flax.nnx.Module", advice)
+    expected = "an instance of flax.nnx.Module, or a function that makes one of nnx.Rngs"
+    require(is_instance or callable(module), "module", expected, module, error=TypeError)
 
     def make(key: Any) -> Any:
         made: Any = module if is_instance else module(nnx.Rngs(key))
-        advice = "The function must return the module that it makes of nnx.Rngs."
-        require_instance("module", made, nnx.Module, "an instance of flax.nnx.Module", advice)
-        require_one_input(made, "nnx.Module", list(switches(made, False)))
+        require_instance("module", made, nnx.Module, expected)
+        require_one_input(made, list(switches(made, False)))
         # Earlier calls may have left sown values, which grow with each call.
         made = nnx.clone(made)
         nnx.pop(made, nnx.Intermediate)
         return made
 
-    structures: list[tuple[Any, PyTree, PyTree]] = []
-
-    def structure(made: Any = None) -> tuple[Any, PyTree, PyTree]:
+    @functools.cache
+    def structure() -> tuple[Any, PyTree, PyTree]:
         """Returns the graph of the module, and the shapes of its params and other variables."""
-        if not structures:
-            if made is None:
-                # Not traced: nnx (0.12.8) takes traced arrays among the attributes for constants.
-                with jax.ensure_compile_time_eval():
-                    made = make(jax.random.key(0))
-            graphdef, *states = nnx.split(made, nnx.Param, ...)
-            # Shapes only: the module may get other values later, and a closure over values would
-            # keep the old ones alive.
-            # `_tree.copy` raises TypeError here for values that are not arrays.
-            params, rest = (jax.eval_shape(_tree.copy, state) for state in states)
-            structures.append((graphdef, params, rest))
-        return structures[0]
+        # Not traced: nnx (0.12.8) takes traced arrays among the attributes for constants.
+        with jax.ensure_compile_time_eval():
+            graphdef, *states = nnx.split(make(jax.random.key(0)), nnx.Param, ...)
+        # Shapes only: the module may get other values later, and a closure over values would keep
+        # the old ones alive. `_tree.copy` raises TypeError here for values that are not arrays.
+        params, rest = (jax.eval_shape(_tree.copy, state) for state in states)
+        return graphdef, params, rest
 
     if is_instance:
         structure()
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         made = make(key)
-        if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(nnx.state(made))):
-            structure(made)
         params = nnx.to_pure_dict(nnx.state(made, nnx.Param))
         model_state = nnx.to_pure_dict(nnx.state(made, nnx.Not(nnx.Param)))
         # Copies, since a step may donate them, and the module must keep its own values.
@@ -122,6 +112,7 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
         rng: jax.Array | None = None,
         training: bool = False,
     ) -> ModelOutput:
+        require_unwrapped(model_state)
         graphdef, params_like, state_like = structure()
         old_state = _to_nnx_state(state_like, model_state, "model_state")
         nnx_params = _to_nnx_state(params_like, params, "params")
@@ -156,7 +147,6 @@ def _to_nnx_state(reference: PyTree, values: PyTree, name: str) -> PyTree:
     if list(expected_leaves) != list(dict(_tree.leaves_with_path(values))):
         differences = _tree.differences(expected, values)
         advice = "Take them from init. If the module has changed since, call from_nnx again."
-        advice = wrapped_state_advice(values) or advice
         require_no_problems(name, differences, "the leaves that init returned", advice)
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(values))
 

@@ -6,10 +6,10 @@ from typing import Any
 import jax
 
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._types import PyTree
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class OverwrittenByGradient(dict[str, Any]):
     """A part of a model state that a step replaces by its gradient.
 
@@ -18,17 +18,17 @@ class OverwrittenByGradient(dict[str, Any]):
     the new scales in place of gradients. No optimizer may change them.
     """
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
-        """Returns the children with their keys, and the keys."""
-        keys = tuple(sorted(self))
-        return [(jax.tree_util.DictKey(key), self[key]) for key in keys], keys
 
-    @classmethod
-    def tree_unflatten(
-        cls, keys: tuple[str, ...], children: Iterable[Any]
-    ) -> "OverwrittenByGradient":
-        """Returns the node with other children."""
-        return cls(zip(keys, children, strict=True))
+def _flatten_with_keys(part: OverwrittenByGradient) -> tuple[list[tuple[Any, Any]], Any]:
+    keys = tuple(sorted(part))
+    return [(jax.tree_util.DictKey(key), part[key]) for key in keys], keys
+
+
+jax.tree_util.register_pytree_with_keys(
+    OverwrittenByGradient,
+    _flatten_with_keys,
+    lambda keys, children: OverwrittenByGradient(zip(keys, children, strict=True)),
+)
 
 
 def split_overwritten(model_state: PyTree) -> tuple[list[OverwrittenByGradient], PyTree]:
@@ -47,12 +47,8 @@ def join_overwritten(model_state: PyTree, parts: Iterable[OverwrittenByGradient]
     if not parts:
         return model_state
     places = len(_tree.nodes(model_state, OverwrittenByGradient))
-    if places != len(parts):
-        raise ValueError(
-            f"loss_fn: expected Aux(model_state) with {len(parts)} parts of float8 scales, as in "
-            f"the model_state that it was called with, got {places}. Return the model_state of "
-            "the model's output."
-        )
+    expected = f"a model_state with {len(parts)} parts of float8 scales, as the loss was given"
+    require(places == len(parts), "Aux", expected, places, "Return that of the model's output.")
     remaining = iter(parts)
     return jax.tree.map(
         lambda x: next(remaining) if _is_overwritten(x) else x, model_state, is_leaf=_is_overwritten

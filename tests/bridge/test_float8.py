@@ -155,7 +155,7 @@ def test_adapters_leave_the_scales_to_their_gradients() -> None:
     params, model_state = model.init(jax.random.key(0), X[:1])
     state = ft.TrainState.create(params=params, model_state=model_state, tx=tx)
     state = train(model, state, tx)
-    history = state.model_state["model"][SCALES]["a"]["Fp8DirectDotGeneralOp_0"]
+    history = state.model_state.model[SCALES]["a"]["Fp8DirectDotGeneralOp_0"]
     assert float(jnp.max(history["input_amax_history"])) == np.abs(X).max()
 
 
@@ -163,7 +163,7 @@ def test_a_collection_without_its_mark_is_refused() -> None:
     model = ft.from_linen(Net())
     variables = Net().init(jax.random.key(0), X[:1])
     params = variables.pop("params")
-    with pytest.raises(ValueError, match=r"_overwrite_with_gradient.*from init of this Model"):
+    with pytest.raises(ValueError, match=r"_with_gradient: expected the float8 scales"):
         model.apply(params, variables, X)
 
 

@@ -106,7 +106,7 @@ def create_frozen(value, *patterns):
 
 
 def whole(state):
-    state = ft.merge_frozen(state) if "frozen" in state.model_state else state
+    state = ft.merge_frozen(state) if hasattr(state.model_state, "frozen") else state
     return digest((state.params, state.model_state))
 
 

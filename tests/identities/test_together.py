@@ -99,7 +99,7 @@ def test_the_network_that_met_the_nan_skipped_it(runs) -> None:
 def test_all_together_trains_what_is_not_frozen(runs) -> None:
     first, last = begin(), runs[3].state
     for name in ("d", "g"):
-        assert digest(last[name].model_state["frozen"]) == digest(first[name].model_state["frozen"])
+        assert digest(last[name].model_state.frozen) == digest(first[name].model_state.frozen)
         assert digest(last[name].params) != digest(first[name].params)
         for a, b in zip(
             jax.tree.leaves(ft.tx.ema_params(last[name])), jax.tree.leaves(last[name].params),

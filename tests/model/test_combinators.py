@@ -167,58 +167,17 @@ def test_wrong_patterns_and_states_are_refused_in_words() -> None:
         ValueError, match=r"got 'bodi/\*\*', which matches none. Similar patterns: body/\*\*"
     ):
         ft.freeze(model, "bodi/**").init(jax.random.key(0), X)
-    params, model_state = model.init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r"expected \{'frozen': \.\.\., 'model': \.\.\.\}, got"):
-        ft.freeze(model, "body/**").apply(params, model_state, X)
-    for unfrozen in (create(model), params):
-        with pytest.raises(ValueError, match=r"state: expected the state of a frozen .*use it as"):
-            ft.merge_frozen(unfrozen)
-    with pytest.raises(ValueError, match=r"patterns: expected one or more, .*got \(\['body'\],\)"):
+    with pytest.raises(TypeError, match=r"patterns: expected patterns, .*got list"):
         ft.freeze(model, ["body"])
 
 
-ARRAY = np.ones((2, 3), np.float32)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda output: output - ARRAY,
-        lambda output: ARRAY - output,
-        lambda output: jnp.asarray(ARRAY) - output,
-        lambda output: 2 * output,
-        lambda output: output == ARRAY,
-        jnp.mean,
-        np.asarray,
-    ],
-)
-def test_what_a_model_returns_is_no_array_and_says_where_the_array_is(use) -> None:
-    output = ft.ModelOutput(ARRAY, {})
-    with pytest.raises(TypeError, match=r"got a ModelOutput.*model\.apply\(\.\.\.\)\.outputs"):
-        use(output)
-    with pytest.raises(AttributeError, match=r"no attribute 'shape'.*fields outputs"):
-        _ = output.shape
-    assert not hasattr(output, "dtype")
-    assert jax.tree.leaves(output)[0] is ARRAY
-
-
-@pytest.mark.parametrize(
-    ("argument", "advice"),
-    [
-        (Net(), r"got Net\. Pass functrain\.from_linen\(model\)"),
-        (Net, r"got the class Net\. Pass functrain\.from_linen"),
-        (NnxNet(), r"got NnxNet\. Pass functrain\.from_nnx\(model\)"),
-        (keras.layers.Dense(3), r"got Dense\. Pass bridge\.from_keras\(model\)"),
-        ("body/**", r"got str\. Make one with bridge\.from_keras, functrain\.from_linen"),
-    ],
-    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
-)
 @pytest.mark.parametrize(
     "make", [lambda model: ft.freeze(model, "body/**"), ft.cast, ft.remat, ft.predict_step]
 )
-def test_what_is_no_model_is_refused_at_once_with_the_way_to_one(make, argument, advice) -> None:
-    with pytest.raises(TypeError, match=f"model: expected a functrain.Model, {advice}"):
-        make(argument)
+def test_something_else_than_a_model_is_refused_with_the_ways_to_one(make) -> None:
+    for argument in (Net(), Net, keras.layers.Dense(3)):
+        with pytest.raises(TypeError, match=r"model: expected a functrain.Model.*from_linen"):
+            make(argument)
 
 
 def test_mixed_precision_is_flaxs_own() -> None:

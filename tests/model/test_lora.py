@@ -1,9 +1,8 @@
 """lora: adapters of low rank beside a frozen base."""
 
 import os
-import re
 
-import flax.linen as nn
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import keras
@@ -65,16 +64,16 @@ def test_only_adapters_are_trained_and_at_first_the_model_is_its_base(
     assert sorted(x.shape for x in slots) == sorted([(), *shapes.values(), *shapes.values()])
     base = ft.merge_lora(state).params if base_dtype else create(model).params
     if base_dtype is None:
-        assert digest(state.model_state["frozen"]) == digest(base)
+        assert digest(state.model_state.frozen) == digest(base)
         assert digest(ft.merge_lora(state).params) == digest(base)
     for training in (False, True):
         ours = adapted.apply(state.params, state.model_state, X, training=training)
         theirs = model.apply(base, create(model).model_state, X, training=training)
         assert digest(ours.outputs) == digest(theirs.outputs)
-        assert digest(ours.model_state["model"]) == digest(theirs.model_state)
+        assert digest(ours.model_state.model) == digest(theirs.model_state)
     end = trained(adapted)
     assert digest(end) == digest(trained(adapted, fuse=1))
-    assert digest(end.model_state["frozen"]) == digest(state.model_state["frozen"])
+    assert digest(end.model_state.frozen) == digest(state.model_state.frozen)
     assert all((x != 0).any() for x in jax.tree.leaves(end.params))
 
 
@@ -166,50 +165,6 @@ def test_an_array_with_many_axes_is_a_matrix(shape, a, b) -> None:
     np.testing.assert_allclose(added.reshape(rows, -1), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_int8_is_within_half_a_step_of_each_output() -> None:
-    kernel = np.random.default_rng(0).normal(size=(16, 4, 8)) * 10.0 ** np.arange(8)
-    kernel = kernel.astype(np.float32)
-    kernel[:, 1, 2] = 0
-    _, model_state = ft.lora(by_hand(kernel), "**", rank=2, base_dtype="int8").init(KEY, X)
-    stored = model_state["frozen"]["kernel"]
-    assert stored.values.dtype == jnp.int8
-    steps = np.abs(kernel).max(0, keepdims=True) / 127
-    assert stored.scale.shape == steps.shape
-    np.testing.assert_allclose(stored.scale[steps > 0], steps[steps > 0], rtol=1e-6)
-    error = np.abs(stored.values * np.float64(stored.scale) - kernel)
-    assert (error <= steps / 2 * 1.00001).all()
-    # Keras rounds in the same way.
-    theirs, _ = keras.quantizers.abs_max_quantize(kernel, axis=0)
-    np.testing.assert_array_equal(theirs[:, steps[0] > 0], stored.values[:, steps[0] > 0])
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_int8_of_half_precision_is_within_half_a_step(dtype) -> None:
-    kernel = np.random.default_rng(0).normal(size=(64, 8)) * 10.0 ** np.arange(-7, 1)
-    kernel = jnp.asarray(kernel, dtype)
-    _, model_state = ft.lora(by_hand(kernel), "**", rank=2, base_dtype="int8").init(KEY, X)
-    stored = model_state["frozen"]["kernel"]
-    assert stored.scale.dtype == dtype
-    scale = np.float64(stored.scale)
-    error = np.abs(stored.values * scale - np.float64(kernel))
-    assert (error <= scale / 2 * 1.00001).all()
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_a_base_of_half_precision_keeps_its_dtype_and_adapters_are_float32(dtype) -> None:
-    kernel = jax.random.normal(KEY, (6, 3)).astype(dtype)
-    for base_dtype in (None, "int8"):
-        model = ft.lora(by_hand(kernel), "**", rank=2, base_dtype=base_dtype)
-        state = create(model)
-        assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
-        assert state.model_state["lora_scale"].dtype == jnp.float32
-        assert ft.merge_lora(state).params["kernel"].dtype == dtype
-        assert model.apply(state.params, state.model_state, X.astype(dtype)).outputs.dtype == dtype
-    assert digest(ft.merge_lora(create(ft.lora(by_hand(kernel), "**", rank=2))).params) == digest(
-        {"kernel": kernel}
-    )
-
-
 def test_a_model_that_computes_with_integers_itself_is_a_base() -> None:
     def init(key, x):
         quantized = {"values": jnp.arange(18, dtype=jnp.int8).reshape(6, 3), "scale": jnp.ones(3)}
@@ -270,98 +225,6 @@ def test_it_combines_with_mixed_precision_and_freezing() -> None:
     )
 
 
-USES = {  # of a matrix [6, 6]
-    "product": lambda w, x: x @ w,
-    "on the left": lambda w, x: jnp.einsum("io,bi->ob", w, x),
-    "over its outputs": lambda w, x: jnp.einsum("io,bo->bi", w, x),
-    "on the left, over its outputs": lambda w, x: jnp.einsum("io,bo->ib", w, x),
-    "twice": lambda w, x: x @ w @ w,
-    "transposed": lambda w, x: x @ w.T,
-    "in a jitted function": lambda w, x: jax.jit(lambda w, x: jnp.tanh(x @ w))(w, x),
-    "in half precision": lambda w, x: x.astype("bfloat16") @ w.astype("bfloat16"),
-    "rows": lambda w, x: w[jnp.arange(3)] + x[:3],
-    "in a loop": lambda w, x: jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, length=2)[0],
-    "in a checkpoint": lambda w, x: jax.checkpoint(lambda w, x: jnp.sin(x @ w))(w, x),
-    "with itself": lambda w, x: w @ w,
-    "returned": lambda w, x: w,
-    "in a batch": lambda w, x: jnp.einsum("io,io->i", w, w + x[:6]),
-}
-
-
-@pytest.mark.parametrize("use", USES)
-def test_factored_products_are_those_of_the_sum(use) -> None:
-    kernel = jax.random.normal(KEY, (6, 6))
-
-    def apply(params, model_state, x, *, rng=None, training=False):
-        return ft.ModelOutput(USES[use](params["kernel"], x), model_state)
-
-    def value_and_grad(factored):
-        model = ft.lora(by_hand(kernel)._replace(apply=apply), "**", rank=2, factored=factored)
-        _, model_state = model.init(KEY, X)
-        a, b = jax.random.normal(KEY, (2, 6, 2))
-
-        def loss(params):
-            outputs = model.apply(params, model_state, X).outputs.astype("float32")
-            return (outputs**2).mean(), outputs
-
-        return jax.jit(jax.value_and_grad(loss, has_aux=True))({"kernel": {"a": a, "b": b.T}})
-
-    tolerance = {"rtol": 0.05, "atol": 0.5} if "half" in use else {"rtol": 1e-4, "atol": 1e-4}
-    for got, expected in zip(
-        *map(jax.tree.leaves, map(value_and_grad, (True, False))), strict=True
-    ):
-        assert got.dtype == expected.dtype
-        np.testing.assert_allclose(got, expected, **tolerance)
-
-
-class Attention(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        x = nn.Dense(8, name="in")(x)[:, None] + jnp.arange(4.0)[:, None]
-        x = nn.MultiHeadDotProductAttention(2, name="attention")(x, x)
-        return nn.Dense(3, name="head")(jnp.tanh(x).mean(1))
-
-
-def test_attention_is_factored_and_computes_no_gradient_of_a_matrix() -> None:
-    def grads_and_shapes(factored):
-        model = ft.lora(ft.from_linen(Attention()), "**/kernel", rank=1, factored=factored)
-        state = create(model)
-        params = jax.tree.map(lambda x: x + 0.1, state.params)
-
-        def loss(params):
-            return (model.apply(params, state.model_state, X, training=True).outputs ** 2).mean()
-
-        grad = jax.jit(jax.grad(loss))
-        products = re.findall(r"f32\[([\d,]*)\] = dot_general", str(jax.make_jaxpr(grad)(params)))
-        kernels = [x.shape for x in jax.tree.leaves(state.model_state["frozen"]) if x.ndim > 1]
-        return grad(params), set(products) & {",".join(map(str, shape)) for shape in kernels}
-
-    grads, of_kernels = grads_and_shapes(True)
-    expected, of_merged_kernels = grads_and_shapes(False)
-    assert not of_kernels
-    assert of_merged_kernels
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
-
-
-def test_a_factored_model_has_dropout_statistics_and_losses() -> None:
-    class Noisy(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            self.sow("losses", "penalty", (x**2).mean())
-            x = nn.Dropout(0.5, deterministic=not train)(nn.Dense(8, name="body")(x))
-            return nn.BatchNorm(use_running_average=not train)(x)
-
-    outputs = []
-    for factored in (True, False):
-        model = ft.lora(ft.from_linen(Noisy()), "**/kernel", rank=2, factored=factored)
-        params, model_state = model.init(KEY, X)
-        inputs = jnp.asarray(X)  # NumPy would square them otherwise, and round in its own way
-        outputs.append(model.apply(params, model_state, inputs, rng=KEY, training=True))
-    assert len(outputs[0].losses) == 1
-    assert digest(outputs[0]) == digest(outputs[1])
-
-
 def test_adapters_are_saved_alone_and_the_base_is_filled_from_its_file(tmp_path) -> None:
     kernel = jax.random.normal(KEY, (512, 512))
     model = by_hand(kernel)
@@ -381,68 +244,6 @@ def test_adapters_are_saved_alone_and_the_base_is_filled_from_its_file(tmp_path)
     ft.save(tmp_path / "adapted", state)
     with pytest.raises(ValueError, match="expected leaves to take, got none"):
         ft.warm_start(base, tmp_path / "adapted")
-
-
-def test_wrong_arguments_and_states_are_refused() -> None:
-    model = ft.from_linen(Net())
-
-    def init(*patterns, **how):
-        return ft.lora(model, *patterns, **how).init(KEY, X)
-
-    with pytest.raises(TypeError, match=r"model: expected a functrain\.Model, got Net"):
-        ft.lora(Net(), "**", rank=2)
-    with pytest.raises(ValueError, match="patterns: expected one or more"):
-        ft.lora(model, rank=2)
-    with pytest.raises(ValueError, match="rank: expected an integer of at least 1, got 0"):
-        ft.lora(model, "**", rank=0)
-    with pytest.raises(ValueError, match=r"alpha: expected a positive number, .*got -1"):
-        ft.lora(model, "**", rank=2, alpha=-1)
-    with pytest.raises(ValueError, match="factored: expected True or False, got 1"):
-        ft.lora(model, "**", rank=2, factored=1)
-    with pytest.raises(ValueError, match="base_dtype: expected 'int8' or None, got 'int4'"):
-        ft.lora(model, "**", rank=2, base_dtype="int4")
-    with pytest.raises(ValueError, match=r"got 'bodi/\*\*', which matches none.*body/\*\*"):
-        init("bodi/**", rank=2)
-    with pytest.raises(ValueError, match=r"for '\*\*/bias', got\n  body/bias: float32\[8\]\n"):
-        init("**/kernel", "**/bias", rank=2)
-    too_large = (
-        r"at least 4 inputs and outputs, got\n  head/kernel: float32\[8, 3\], 8 inputs and 3"
-    )
-    with pytest.raises(ValueError, match=f"rank: expected matrices with {too_large}"):
-        init("**", rank=4)
-    integers = by_hand(jnp.zeros((6, 3), jnp.int8))
-    with pytest.raises(ValueError, match=r"floating-point .*got\n  kernel: int8\[6, 3\]\nInteg"):
-        ft.lora(integers, "**", rank=2).init(KEY, X)
-    params, model_state = model.init(KEY, X)
-    with pytest.raises(ValueError, match=r"model_state: expected \{'frozen': .*Create the state"):
-        ft.lora(model, "**", rank=2).apply(params, model_state, X)
-    for state in (create(model), params):
-        with pytest.raises(
-            ValueError, match=r"state: expected the state of a model of .*use it as"
-        ):
-            ft.merge_lora(state)
-    with pytest.raises(ValueError, match=r"use functrain\.merge_frozen"):
-        ft.merge_lora(create(ft.freeze(model, "body/**")))
-    with pytest.raises(ValueError, match=r"use functrain\.merge_lora"):
-        ft.merge_frozen(create(ft.lora(model, "body/**", rank=2)))
-
-
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-@pytest.mark.parametrize(
-    ("wrap", "advice"),
-    [
-        (lambda model: ft.lora(model, "body/**", rank=1), r"lora\. .*merge_lora\(state\)"),
-        (lambda model: ft.freeze(model, "body/**"), r"freeze\. .*merge_frozen\(state\)"),
-    ],
-    ids=["lora", "freeze"],
-)
-def test_a_state_with_the_model_that_was_wrapped_is_told_which_one_to_pass(
-    kind, wrap, advice
-) -> None:
-    model = MODELS[kind]()
-    state = create(wrap(model))
-    with pytest.raises(ValueError, match=rf"model_state: expected (.*\n)*.*{advice}"):
-        model.apply(state.params, state.model_state, X)
 
 
 PARTS = {
@@ -493,8 +294,48 @@ def test_a_new_head_is_trained_whole_beside_the_adapters(how, pattern) -> None:
         assert not np.array_equal(merged["head"][name], PARTS["head"][name])
 
 
-@pytest.mark.parametrize(("train", "message"), [("tail/**", "train"), (3, "train")])
-def test_what_is_no_pattern_to_train_is_refused(train, message) -> None:
-    model = ft.Model(lambda key, x: (PARTS, {}), apply_parts)
-    with pytest.raises((ValueError, TypeError), match=message):
-        ft.lora(model, "body/**", rank=2, train=train).init(KEY, None)
+def test_wrong_arguments_are_refused() -> None:
+    model = ft.from_linen(Net())
+    for message, patterns, options in [
+        ("patterns: expected one or more", (), {}),
+        ("rank: expected an integer of at least 1, got 0", "*", {"rank": 0}),
+        (r"alpha: expected a positive number, .*got -1", "*", {"alpha": -1}),
+        ("base_dtype: expected 'int8' or None, got 'int4'", "*", {"base_dtype": "int4"}),
+        (r"patterns: .*got 'bodi/\*\*', which matches none.*body/\*\*", ["bodi/**"], {}),
+        (r"train: .*got 'tail/\*\*', which matches none", ["body/**"], {"train": "tail/**"}),
+        (r"for '\*\*/bias', got\n  body/bias: float32\[8\]\n", ["**/kernel", "**/bias"], {}),
+        (r"rank: .* 4 inputs and .*got\n  head/kernel: float32\[8, 3\]", ["**"], {"rank": 4}),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ft.lora(model, *patterns, **{"rank": 2, **options}).init(KEY, X)
+    integers = by_hand(jnp.zeros((6, 3), jnp.int8))
+    with pytest.raises(ValueError, match=r"floating-point .*got\n  kernel: int8\[6, 3\]\nInteg"):
+        ft.lora(integers, "**", rank=2).init(KEY, X)
+
+
+def test_states_of_other_models_are_refused() -> None:
+    model = ft.from_linen(Net())
+    adapted, frozen = ft.lora(model, "body/**", rank=2), ft.freeze(model, "body/**")
+    state = create(model)
+    for wrapped in (adapted, frozen):
+        message = r"model_state: expected the model_state that (lora|freeze)\(model, .*init returns"
+        with pytest.raises(ValueError, match=message):
+            wrapped.apply(state.params, state.model_state, X)
+    with pytest.raises(ValueError, match=r"the state of a model of functrain\.lora, got"):
+        ft.merge_lora(create(frozen))
+    with pytest.raises(ValueError, match=r"the state of a model of functrain\.freeze, got"):
+        ft.merge_frozen(create(adapted))
+    for other in (state, state.params):
+        with pytest.raises(ValueError, match="any other state as it is"):
+            ft.merge_lora(other)
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx", "equinox"])
+def test_the_state_of_a_wrapped_model_is_refused_by_the_model_itself(kind) -> None:
+    if kind == "equinox":
+        model = ft.from_equinox(eqx.nn.MLP(6, 3, 8, depth=1, key=KEY))
+    else:
+        model = MODELS[kind]()
+    state = create(ft.lora(model, "**", rank=1))
+    with pytest.raises(ValueError, match=r"model_state: expected .*functrain.merge_lora\(state\)"):
+        model.apply(state.params, state.model_state, X)

@@ -184,7 +184,7 @@ def test_members_are_selected_resampled_stopped_and_predict() -> None:
     losses = ft.evaluate(end, of_all(EVAL), loader())["loss"]
     np.testing.assert_allclose(losses, stop.best, rtol=1e-5)
     best = P.select(end, losses, mode="min")
-    assert best.model_state.keys() == {"frozen", "model", "lora_scale"}
+    assert best.model_state._fields == ("frozen", "model", "lora_scale")
     np.testing.assert_allclose(ft.evaluate(best, EVAL, loader())["loss"], losses.min(), rtol=1e-4)
 
     new = P.resample(end, losses, KEY, mode="min", perturb={"learning_rate": (0.5,)})

@@ -111,7 +111,7 @@ def test_a_pattern_freezes_the_layer_of_that_name() -> None:
     first, second = layers.Dense(4, name="dense_1"), layers.Dense(4, name="dense_2")
     model = bridge.from_keras(keras.Model(inputs, second(first(inputs))))
     params, model_state = ft.freeze(model, "dense_1/**").init(jax.random.key(0), None)
-    np.testing.assert_array_equal(model_state["frozen"]["dense_1"]["kernel"], first.kernel.value)
+    np.testing.assert_array_equal(model_state.frozen["dense_1"]["kernel"], first.kernel.value)
     np.testing.assert_array_equal(params["dense_2"]["kernel"], second.kernel.value)
 
 
