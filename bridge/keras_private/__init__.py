@@ -14,7 +14,6 @@ Files:
   losses: what `compile` makes of a loss
   metrics: what `compile` makes of a metric
   optimizers: an optimizer's arguments and variables
-  saving: where files keep a model's variables
 """
 
 from bridge.keras_private import callbacks as callbacks
@@ -24,7 +23,6 @@ from bridge.keras_private import losses as losses
 from bridge.keras_private import metrics as metrics
 from bridge.keras_private import optimizers as optimizers
 from bridge.keras_private import pipelines as pipelines
-from bridge.keras_private import saving as saving
 from bridge.keras_private import trainer as trainer
 from bridge.keras_private import trainer_state as trainer_state
 from bridge.keras_private import variables as variables

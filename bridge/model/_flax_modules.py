@@ -117,7 +117,7 @@ class Nnx:
 
 def _copy_collections(variables: Mapping[str, PyTree]) -> Values:
     """Returns copies of linen variables, without sown values."""
-    variables = flax.core.unfreeze(variables)
+    variables = flax.core.unfreeze(dict(variables))
     # Sown values belong to one application, as in `functrain.from_linen`.
     for name in ("losses", "intermediates"):
         variables.pop(name, None)

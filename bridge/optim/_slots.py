@@ -12,9 +12,6 @@ from bridge.model._names import Path
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
-# The slots in which a Keras optimizer accumulates gradients.
-ACCUMULATED = "accumulated_gradients"
-
 
 class Role(NamedTuple):
     """The role of a variable of a Keras optimizer, or of a leaf of an optax state.

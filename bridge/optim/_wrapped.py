@@ -87,7 +87,7 @@ class Wrapped:
         built, values = self._build(params)
         leaves = built.in_order(params)
         for i, role in enumerate(built.roles):
-            param = None if role.owner is None else leaves[role.owner]
+            param: Any = None if role.owner is None else leaves[role.owner]
             # A slot with the shape of its parameter is sharded like the parameter.
             if _tree.is_concrete(param) and values[i].shape == param.shape:
                 values[i] = _tree.device_put_like(values[i], param)

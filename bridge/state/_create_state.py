@@ -1,6 +1,5 @@
 """`create_state`: a TrainState with a Keras model's variables."""
 
-import warnings
 from typing import Any, Literal
 
 import jax
@@ -9,13 +8,11 @@ import optax
 
 from bridge.model import _variables
 from bridge.model._from_keras import require_built
-from bridge.model._pure_layers import warn_of_frozen
 from bridge.optim._constraints import applies_constraints
 from bridge.optim._optimizers import inner_optimizer, origin
-from bridge.optim._slots import ACCUMULATED, KerasOptState
 from bridge.state import _transfer
 from functrain import TrainState
-from functrain.internal import PyTree, require, require_one_of
+from functrain.internal import PyTree, require_one_of, warn
 from functrain.internal import tree as _tree
 
 
@@ -54,8 +51,7 @@ def create_state(
     Raises:
       TypeError: `model` is not a Keras layer, or `rng` is not a single typed key.
       ValueError: `model` is not built; `optimizer` is none of these words; or its optimizer's slots
-        are required, and the state of `tx` cannot hold them; or the model has float8 scales, and
-        `tx` is a Keras optimizer that accumulates gradients.
+        are required, and the state of `tx` cannot hold them.
 
     Examples:
       >>> import keras, optax
@@ -66,19 +62,9 @@ def create_state(
     """
     require_one_of("optimizer", optimizer, ("auto", "require", "new"))
     require_built(model)
-    warn_of_frozen(model)
     layout = _variables.layout(model)
     params, model_state = _variables.values(layout)
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
-    accumulates = any(ACCUMULATED in x.slots for x in _tree.nodes(state.opt_state, KerasOptState))
-    # Keras takes the largest scale of the steps between two updates, which only its `fit` knows.
-    require(
-        not (accumulates and _variables.OVERWRITTEN in model_state),
-        "tx",
-        "an optimizer without gradient_accumulation_steps for a model with float8 scales",
-        tx,
-        "Use functrain.micro_batches, or train with bridge.fit.",
-    )
     if optimizer == "require" or (optimizer == "auto" and _is_compiled_optimizer(tx, model)):
         try:
             opt_state, step = _transfer.from_optimizer(state.opt_state, model)
@@ -107,10 +93,9 @@ def _warn_of_constraints(layout: _variables.Layout, opt_state: PyTree) -> None:
     # Only trainable variables are updated, so only their constraints could be broken.
     constrained = ["/".join(path) for path, v in layout.params.items() if v.constraint is not None]
     if constrained and not applies_constraints(opt_state):
-        warnings.warn(
+        warn(
             "These variables have constraints, which Keras's optimizers apply after an update and "
             f"optax does not:\n{_tree.bullets(constrained)}\n"
             "To train within them: tx = optax.chain(tx, bridge.constraints(model)), or "
-            "bridge.optimizer(keras_optimizer, model=model).",
-            stacklevel=3,
+            "bridge.optimizer(keras_optimizer, model=model)."
         )

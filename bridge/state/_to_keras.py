@@ -10,7 +10,7 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
-from functrain.internal import PyTree, is_frozen, is_lora, require_one_of
+from functrain.internal import PyTree, is_frozen, is_lora, require, require_one_of
 
 
 class HasVariables(Protocol):
@@ -72,12 +72,6 @@ def to_keras(
       >>> float(np.sum(to_keras(state, model)(np.ones((1, 3)))))
       0.0
     """
-    if isinstance(state, keras.Layer):
-        raise TypeError(
-            "state: expected a state, and the model as the second argument, got "
-            f"{type(state).__name__} and {type(model).__name__}. The order is "
-            "bridge.to_keras(state, model)."
-        )
     require_one_of("optimizer", optimizer, ("auto", "require", "leave"))
     require_built(model)
     if isinstance(state, KerasState):
@@ -88,22 +82,15 @@ def to_keras(
         params, model_state = _variables.merge(state["params"]), _variables.from_collections(state)
         state = SimpleNamespace(params=params, model_state=model_state)
         optimizer = "leave"
-    if not (hasattr(state, "params") and hasattr(state, "model_state")):
-        raise TypeError(
-            "state: expected a TrainState, or anything with .params and .model_state, got "
-            f"{type(state).__name__}. The order is bridge.to_keras(state, model)."
-        )
-    if is_frozen(state):
+    has_variables = hasattr(state, "params") and hasattr(state, "model_state")
+    expected = "a TrainState, or anything with .params and .model_state"
+    advice = "The order is bridge.to_keras(state, model)."
+    require(has_variables, "state", expected, state, advice, error=TypeError)
+    if is_frozen(state) or is_lora(state):
+        merge = "merge_lora" if is_lora(state) else "merge_frozen"
         raise ValueError(
-            "state: expected all params of the model, got the state of a model frozen by "
-            "functrain.freeze, whose params are only those that it trains. Merge the others into "
-            "it: bridge.to_keras(functrain.merge_frozen(state), model)."
-        )
-    if is_lora(state):
-        raise ValueError(
-            "state: expected the params of the model, got the state of a model of functrain.lora, "
-            "whose params are adapters. Add them to the base: "
-            "bridge.to_keras(functrain.merge_lora(state), model)."
+            f"state: expected all params of the model, got a part of them. Pass the whole: "
+            f"bridge.to_keras(functrain.{merge}(state), model)."
         )
     # All pairs are made and checked before any is written: a model is written whole or not at all.
     layout = _variables.layout_of_state(model, state.params, state.model_state)

@@ -1,6 +1,5 @@
 """Conversions between a compiled optimizer's variables and a state of optax."""
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
@@ -97,21 +96,31 @@ def _optimizer(model: Any, opt_state: PyTree, *, allow_plain: bool) -> Any:
     """Returns the optimizer of a model.
 
     Raises:
-      OptimizerMismatchError: The model has no optimizer, or one of a class that cannot hold the
-        state.
+      OptimizerMismatchError: There is none, or one of a class that cannot hold the state.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         raise OptimizerMismatchError("the model has not been compiled with an optimizer")
-    # An OptaxOptimizer can hold any state of optax, and is compared leaf by leaf. Keras's own
-    # optimizers can hold only states with one of these nodes.
-    plain = slot_fields(optimizer) if allow_plain else ()
-    kinds = (KerasOptState, *plain)
-    if not (
-        isinstance(inner_optimizer(optimizer), OptaxOptimizer) or _tree.nodes(opt_state, *kinds)
-    ):
-        raise _no_common_state(optimizer, opt_state)
+    of_keras = _tree.nodes(opt_state, KerasOptState)
+    # An OptaxOptimizer can hold any state of optax, and is compared leaf by leaf.
+    if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
+        is_of_kind = True
+    elif of_keras:
+        is_of_kind = all(state.kind == kind_of(optimizer) for state in of_keras)
+    else:
+        is_of_kind = allow_plain and bool(_tree.nodes(opt_state, *slot_fields(optimizer)))
+    if not is_of_kind:
+        raise _no_common_state(optimizer)
     return optimizer
+
+
+def _no_common_state(optimizer: Any) -> OptimizerMismatchError:
+    return OptimizerMismatchError(
+        f"no state is known that {type(optimizer).__name__} and this state of optax have in "
+        "common. Known are bridge.optimizer(model.optimizer), the tx of a bridge.OptaxOptimizer, "
+        "and optax's own adam, adamw, lion, rmsprop, adagrad and adadelta for Keras's of these "
+        "names"
+    )
 
 
 def _counterparts(
@@ -132,20 +141,19 @@ def _counterparts(
     params = layout.params
     # Float8 scales are not part of a state's params. Keras has few slots for them.
     scales = [v for path, v in layout.model_state.items() if path[0] == _variables.OVERWRITTEN]
-    roles = _roles(opt_state, optimizer, {path: i for i, path in enumerate(params)})
     # An optimizer keeps the variables that it was built for when layers are frozen afterwards.
     try:
-        variable_by_role = _variable_by_role(optimizer, [*params.values(), *scales])
+        all_variables = _variable_by_role(optimizer, [*params.values(), *scales])
     except KeyError as error:
         raise OptimizerMismatchError(
             f"the optimizer {optimizer.name!r} was built for other variables than the model "
             "trains now. If layers were frozen or unfrozen, compile the model again"
         ) from error
-    variable_by_role = {
-        role: variable
-        for role, variable in variable_by_role.items()
-        if role.owner is None or role.owner < len(params)
-    }
+    variable_by_role: dict[Role, Any] = {}
+    for role, variable in all_variables.items():
+        if role.owner is None or role.owner < len(params):
+            variable_by_role[role] = variable
+    roles = _roles(opt_state, optimizer, {path: i for i, path in enumerate(params)})
     missing = variable_by_role.keys() - {*roles, *_OPTIONAL}
     surplus = set(roles) - {None, *_OPTIONAL} - variable_by_role.keys()
     # A frozen param lacks all of its slots. If a param lacks only some, or if all params lack all,
@@ -154,20 +162,11 @@ def _counterparts(
     has_slots = len(owners_in_state) > 1
     lacks_whole_params = owners_in_state.isdisjoint(role.owner for role in missing)
     is_frozen = may_lack_params and has_slots and lacks_whole_params
-    if _is_of_another_kind(opt_state, optimizer) or surplus or (missing and not is_frozen):
-        raise _no_common_state(optimizer, opt_state)
+    if surplus or (missing and not is_frozen):
+        raise _no_common_state(optimizer)
     variables = [variable_by_role.get(role) if role else None for role in roles]
     _require_same_specs(variables, opt_state)
     return variables
-
-
-def _is_of_another_kind(opt_state: PyTree, optimizer: Any) -> bool:
-    """Returns True if a state is that of `bridge.optimizer` of another kind of optimizer."""
-    # The state of an OptaxOptimizer is compared leaf by leaf.
-    if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
-        return False
-    kind = kind_of(optimizer)
-    return any(node.kind != kind for node in _tree.nodes(opt_state, KerasOptState))
 
 
 def _require_same_specs(variables: list[Any], opt_state: PyTree) -> None:
@@ -220,26 +219,3 @@ def _variable_by_role(optimizer: Any, params: list[Any]) -> dict[Role, Any]:
     mapping = innermost.mapping
     paths = {path: index[id(variable)] for path, variable in mapping.trained.items()}
     return dict(zip(roles_of_leaves(innermost.opt_state, paths), mapping.slots, strict=True))
-
-
-def _no_common_state(optimizer: Any, opt_state: PyTree) -> OptimizerMismatchError:
-    """Returns the error that says which states the optimizer and optax have."""
-    innermost = inner_optimizer(optimizer)
-    if isinstance(innermost, OptaxOptimizer):
-        return OptimizerMismatchError(
-            f"the state of its transformation is {_state_names(innermost.opt_state)}, that of tx "
-            f"is {_state_names(opt_state)}"
-        )
-    return OptimizerMismatchError(
-        f"no state is known that {type(optimizer).__name__} and this state of optax have in "
-        f"common: {_state_names(opt_state)}. Known are bridge.optimizer(model.optimizer), the tx "
-        "of a bridge.OptaxOptimizer, and optax's own adam, adamw, lion, rmsprop, adagrad and "
-        "adadelta for Keras's of these names"
-    )
-
-
-def _state_names(state: Any) -> str:
-    """Returns the names of the named tuples in a state."""
-    # jax has no public way to list the nodes of a structure, and its text names all of them.
-    names = re.findall(r"namedtuple\[(\w+)\]", str(jax.tree.structure(state)))
-    return ", ".join(dict.fromkeys(names)) or "no named state"

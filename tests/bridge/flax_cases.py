@@ -59,6 +59,11 @@ def make_nnx() -> NnxNet:
     return NnxNet(nnx.Rngs(3))
 
 
+@keras.saving.register_keras_serializable("tests")
+def make_dense() -> nn.Module:
+    return nn.Dense(2)
+
+
 MAKE: dict[str, Callable[[], Any]] = {
     "linen": Net,
     "linen without switches": Convolutional,

@@ -214,9 +214,3 @@ def test_training_goes_from_keras_to_functrain_and_back() -> None:
     model.fit(X, Y, shuffle=False, verbose=0, batch_size=16)
     assert int(model.optimizer.iterations) == 9
     assert_close(scales(model), scales(theirs))
-
-
-def test_a_keras_optimizer_that_accumulates_is_refused() -> None:
-    tx = bridge.optimizer(K.Adam(gradient_accumulation_steps=2))
-    with pytest.raises(ValueError, match=r"gradient_accumulation_steps.*micro_batches"):
-        bridge.create_state(net(), tx)

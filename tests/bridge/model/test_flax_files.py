@@ -15,12 +15,7 @@ from flax import nnx
 
 import functrain as ft
 from bridge.model._from_flax import FlaxLayer
-from tests.bridge.flax_cases import Net, NnxNet, X, Y, make_nnx, model_of
-
-
-@keras.saving.register_keras_serializable("tests")
-def make_dense() -> nn.Module:
-    return nn.Dense(2)
+from tests.bridge.flax_cases import Net, NnxNet, X, Y, make_dense, make_nnx, model_of
 
 
 @pytest.mark.parametrize("make", [make_dense, make_nnx])

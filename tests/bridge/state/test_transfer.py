@@ -300,10 +300,8 @@ def test_the_error_about_a_frozen_state_says_to_merge_it() -> None:
     model = make_model(K.Adam(1e-2))
     state = train_frozen(model, optax.adam(1e-2))
     before = [np.array(v.value) for v in model.variables]
-    with pytest.raises(ValueError, match=r"a model frozen by functrain\.freeze") as caught:
+    with pytest.raises(ValueError, match=r"a part of them.*functrain\.merge_frozen\(state\)"):
         bridge.to_keras(state, model)
-    assert "bridge.to_keras(functrain.merge_frozen(state), model)" in str(caught.value)
-    assert "\n" not in str(caught.value)
     for old, v in zip(before, model.variables, strict=True):
         np.testing.assert_array_equal(old, v.value)
 
@@ -410,5 +408,7 @@ class TestErrors:
 
     def test_an_optax_optimizer_of_another_transformation(self):
         model = fit(make_model(bridge.OptaxOptimizer(optax.adam(1e-2))))
-        with pytest.raises(ValueError, match="that of tx is"):
+        with pytest.raises(
+            ValueError, match="OptaxOptimizer and this state of optax have in common"
+        ):
             bridge.create_state(model, optax.lion(1e-3), optimizer="require")

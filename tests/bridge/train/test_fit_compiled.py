@@ -263,7 +263,7 @@ def test_an_error_in_an_uncompiled_step_leaves_the_steps_before_it() -> None:
         assert int(model.optimizer.iterations) == 3
 
 
-def test_the_open_way_says_once_what_is_frozen() -> None:
+def test_the_open_way_says_what_is_frozen() -> None:
     class Own(layers.Layer):
         def __init__(self) -> None:
             super().__init__()
@@ -275,7 +275,6 @@ def test_the_open_way_says_once_what_is_frozen() -> None:
     model, _ = make(Own(), *rotations())
     with pytest.warns(UserWarning, match="^Own: Keras does not compile models with this layer"):
         bridge.from_keras(model)
-    bridge.from_keras(model)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         bridge.from_keras(make(*rotations())[0])
