@@ -11,7 +11,6 @@ from functrain.engine import Trigger as Trigger
 from functrain.loop import ChunkEnd as ChunkEnd
 from functrain.loop import EpochEnd as EpochEnd
 from functrain.loop import Event as Event
-from functrain.loop import LogsReady as LogsReady
 from functrain.loop import RunEnd as RunEnd
 
-__all__ = ["ChunkEnd", "EpochEnd", "Event", "LogsReady", "RunEnd", "Trigger"]
+__all__ = ["ChunkEnd", "EpochEnd", "Event", "RunEnd", "Trigger"]

@@ -13,11 +13,12 @@ from bridge.train._callbacks import BatchCallbacks, flat
 from bridge.train._loggers import loggers_among
 from bridge.train._memory import Memory
 from bridge.train._model_values import ModelValues
-from functrain.events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
+from functrain.events import ChunkEnd, EpochEnd, Event, RunEnd
 from functrain.internal import (
     Batches,
     ChunkBegin,
     EpochBegin,
+    LateLogs,
     PyTree,
     Run,
     copy_arrays,
@@ -48,7 +49,7 @@ class KerasHook:
 
     Attributes:
       calls: The batch methods of the callbacks.
-      loggers: Loggers of functrain among the callbacks of a fit.
+      late_logs: The logs that loggers of functrain among the callbacks of a fit read.
       values: The model's values.
       finalizes: True if the optimizer may overwrite the weights with its averages after the run.
       logs: The values of the last epoch.
@@ -69,7 +70,8 @@ class KerasHook:
         self.memory, self.evaluation = memory, evaluation
         self.calls = BatchCallbacks(callbacks, kind, quiet=quiet)
         # The evaluations of a fit share its callbacks, and the fit alone passes logs to loggers.
-        self.loggers = loggers_among(callbacks) if kind == "train" else []
+        loggers = loggers_among(callbacks) if kind == "train" else []
+        self.late_logs = LateLogs(*[logger.take for logger in loggers])
         self.values = ModelValues(model, kind)
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
@@ -87,6 +89,8 @@ class KerasHook:
 
     def __call__(self, event: Event) -> None:
         """Calls the callbacks that an event concerns."""
+        if not isinstance(event, EpochBegin | ChunkBegin):
+            self.late_logs(event)
         handlers: dict[type[Event], Callable[[Any], None]] = {
             EpochBegin: self._begin_epoch,
             ChunkBegin: self._begin_chunk,
@@ -135,14 +139,10 @@ class KerasHook:
         """Returns False: the callbacks are called for every chunk, and act when they are due."""
         return False
 
-    def take_logs(self, event: LogsReady) -> None:
-        """Passes the logs of a chunk to the loggers."""
-        for logger in self.loggers:
-            logger.take(event)
-
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores beside the model's values."""
         assert self.memory is not None, "a fit with a checkpointer has one"
+        self.late_logs.flush()
         return {
             "memory": self.memory.state(),
             "reported": self._last_logs(),

@@ -1,6 +1,5 @@
 """functrain's loggers, such as `functrain.hooks.TensorBoard`, as Keras callbacks."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import keras
 
 from bridge.optim._optimizers import step_counter
 from functrain import Position
-from functrain.events import EpochEnd, LogsReady
+from functrain.events import ChunkEnd, EpochEnd
 from functrain.internal import Logger
 
 
@@ -54,14 +53,18 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
         if _is_first_process():
             self.logger.begin()
 
-    def take(self, event: LogsReady) -> None:
+    def take(self, event: ChunkEnd) -> None:
         """Logs what the steps of a chunk report."""
         self._steps = event.step
         if _is_first_process():
             # Nested logs have their last name only, as in other Keras callbacks.
-            logs = {name.rpartition("/")[-1]: values for name, values in event.logs.items()}
-            position = self._position(event.epoch)
-            self.logger.logs(dataclasses.replace(event, position=position, logs=logs))
+            rows = {name.rpartition("/")[-1]: x for name, x in event.host_logs().items()}
+            position, steps = self._position(event.epoch), event.steps
+            self.logger.logs(
+                ChunkEnd(
+                    position=position, state=(), steps=steps, examples=event.examples, rows=rows
+                )
+            )
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Logs the values of an epoch, including those of its evaluation."""

@@ -26,6 +26,7 @@ from functrain.internal import (
     Plan,
     PyTree,
     Run,
+    RunArguments,
     Saving,
     accelerator_of,
     begin_run,
@@ -33,6 +34,7 @@ from functrain.internal import (
     longest_interval,
     nbytes,
     prediction_interval,
+    signals_of_run,
     warn,
 )
 
@@ -96,17 +98,14 @@ def run_fit(
     model = hook.model
     # As in Keras 3.15.1, a fit of no epochs leaves the weights as they are.
     hook.finalizes = epochs > 0
-    # With a checkpointer, the run itself handles SIGTERM, to save before it ends.
-    signals = DeferredSignals(
-        terminate="handled" if saving is None else "none", saves=saving is not None
-    )
+    signals = signals_of_run(saving is not None, interrupt=True)
     with signals, contextlib.ExitStack() as stack:
         # BackupAndRestore sets the epoch to continue from when it begins. A fit with a checkpointer
         # does not have it, and its callbacks begin after the files that they write were restored.
         if saving is None:
             hook.begin()
         first_epoch = keras_private.trainer.initial_epoch(model) or initial_epoch
-        run = _begin(hook, options, epochs=epochs, first_epoch=first_epoch, saving=saving)
+        run = _begin(hook, options, signals, epochs=epochs, first_epoch=first_epoch, saving=saving)
         stack.enter_context(contextlib.closing(run))
         if run.resumed is not None:
             assert hook.memory is not None
@@ -120,9 +119,7 @@ def run_fit(
             stack.enter_context(hook.memory.files_restored())
         if saving is not None:
             hook.begin()
-        with _finish_at_end(hook, run):
-            for _ in run.handle_events(hook, hook.take_logs, signals=signals):
-                pass
+        _handle_events(hook, run)
     return model.history
 
 
@@ -137,25 +134,30 @@ def run_evaluate(
     with DeferredSignals() as signals:
         hook = KerasHook(model, "test", batches, callbacks, quiet=quiet)
         hook.begin()
-        run = _begin(hook, options)
-        with contextlib.closing(run), _finish_at_end(hook, run):
-            for _ in run.handle_events(hook, signals=signals):
-                pass
+        _handle_events(hook, _begin(hook, options, signals))
     return hook.logs
+
+
+def _handle_events(hook: KerasHook, run: Run) -> None:
+    """Calls a hook with the events of a run, and leaves the model with all its values."""
+    with _finish_at_end(hook, run), contextlib.closing(run), hook.late_logs:
+        for event in run:
+            hook(event)
 
 
 def run_predict(model: keras.Model, batches: Batches, callbacks: Any, options: Options) -> Any:
     """Predicts with a built model and returns NumPy arrays."""
 
     def chunks() -> Iterator[tuple[PyTree, int]]:
-        for event in run.handle_events(hook, signals=signals):
+        for event in run:
+            hook(event)
             if isinstance(event, ChunkEnd):
                 yield event.rows, event.steps
 
     with DeferredSignals() as signals:
         hook = KerasHook(model, "predict", batches, callbacks)
         hook.begin()
-        run = _begin(hook, options)
+        run = _begin(hook, options, signals)
         with contextlib.closing(run), _finish_at_end(hook, run):
             outputs = fetch_outputs(chunks())
     if not outputs:
@@ -166,6 +168,7 @@ def run_predict(model: keras.Model, batches: Batches, callbacks: Any, options: O
 def _begin(
     hook: KerasHook,
     options: Options,
+    signals: DeferredSignals,
     *,
     epochs: int = 1,
     first_epoch: int = 0,
@@ -207,20 +210,22 @@ def _begin(
         intervals=intervals,
         chip=accelerator_of(state),
     )
-    return begin_run(
-        state,
-        step,
-        batches,
+    arguments = RunArguments(
+        batches=batches,
         epochs=epochs,
-        start=Position(0, first_epoch),
-        boundaries=[hook],
+        position=Position(0, first_epoch),
+        boundaries=(hook,),
         rewrites=options.rewrites,
         jit=is_jitted,
         # The hook gives the run copies of the variables' arrays before the first step.
         donate=True,
-        # Fetching the logs of every step costs time, and only loggers read them.
-        late_logs=bool(hook.loggers),
+    )
+    return begin_run(
+        state,
+        step,
+        arguments,
         saving=saving,
+        signals=signals,
         plan=plan,
         # Yields EpochBegin and ChunkBegin as well, at which the hook calls Keras's callbacks.
         like_keras=True,

@@ -64,7 +64,7 @@ PAGES = {  # by file name, in the order of the sidebar
     "events": Page(
         "Events (ft.events)",
         "functrain.events",
-        "Event ChunkEnd EpochEnd LogsReady RunEnd Trigger",
+        "Event ChunkEnd EpochEnd RunEnd Trigger",
     ),
     "hooks": Page(
         "Hooks (ft.hooks)",
@@ -127,7 +127,7 @@ HIDDEN_MEMBERS = {
     "functrain.population.Loader": LOADER_METHODS,
     "functrain.History": "history",
     "functrain.MeteredStep": "values wrap_state",
-    "functrain.Run": "handle_events handle_signal_in_epoch_end resumed save take_unread_logs",
+    "functrain.Run": "resumed",
     "bridge.FlaxLayer": "build build_from_config call from_config get_build_config get_config",
     "bridge.OptaxOptimizer": "build follows_schedule from_config get_config mapping opt_state "
     "update_all",

@@ -8,7 +8,6 @@ Files:
   _chunks: groups batches into chunks, which end where a trigger is due
   _plan: chooses the number of steps in a program
   _placement: puts batches and carries on several devices
-  _rows: the outputs of a chunk's steps, one row a step
   _position: the progress of a run: step, epoch and batch
   _trigger: schedules by steps, epochs or seconds
   _signals: defers Ctrl-C and SIGTERM until the state is complete

@@ -49,6 +49,10 @@ class DeferredSignals:
         """True if a signal is waiting to be handled."""
         return bool(self._pending) or self._enclosing_pending() is not None
 
+    def has(self, number: int) -> bool:
+        """Returns True if this signal is waiting to be handled."""
+        return any(pending == number for pending, _ in self._pending)
+
     def __enter__(self) -> Self:
         """Begins to defer the signals."""
         # Python sets handlers in the main thread only.

@@ -14,7 +14,7 @@ from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger, is_trigger, without_schedule
-from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady, RunEnd
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, RunEnd
 
 
 class Hook(Protocol):
@@ -24,8 +24,8 @@ class Hook(Protocol):
     add to `event.values`, assign `event.state`, and call `event.stop()`.
 
     A hook may have these methods: `begin()` is called when a run begins, `close()` when it ends,
-    also after an error, and `logs(event)` with every `functrain.events.LogsReady`, which brings the
-    logs of each step to the host while the device continues.
+    also after an error, and `logs(event)` with every `functrain.events.ChunkEnd` one program later,
+    when its `host_logs()` have arrived: the device does not wait for the hook.
 
     With `state()` and `restore(state)`, a hook resumes together with a run that has a
     `functrain.Checkpointer`. `state` returns dicts, lists and tuples of numbers, texts and arrays,
@@ -195,7 +195,7 @@ class HookRunner:
         # By class and key, not by position: hooks may be added, removed or reordered between runs.
         return by_identity(filter(is_resumable, self.unscheduled()))
 
-    def logs(self, event: LogsReady) -> None:
+    def logs(self, event: ChunkEnd) -> None:
         """Passes the logs of a chunk to the hooks that have a method `logs`."""
         for hook in self._hooks_with_logs:
             hook.logs(event)

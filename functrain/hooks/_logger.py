@@ -10,7 +10,7 @@ from functrain.common import _repr
 from functrain.common._checks import require_integer
 from functrain.common._values import is_loggable, split_members
 from functrain.common._warnings import warn
-from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
+from functrain.loop._events import ChunkEnd, EpochEnd, Event
 
 
 class Line(NamedTuple):
@@ -68,12 +68,13 @@ class Logger:
         if not isinstance(event, ChunkEnd):
             self._write_pending()
 
-    def logs(self, event: LogsReady, /) -> None:
+    def logs(self, event: ChunkEnd, /) -> None:
         """Adds the logs of a chunk's steps to the pending lines, and writes them."""
         first = event.step - event.steps + 1
+        logs = event.host_logs()
         lines: list[Line] = []
-        for step in self._steps_to_write(first, event.step) if event.logs else ():
-            step_logs = {name: x[step - first] for name, x in event.logs.items()}
+        for step in self._steps_to_write(first, event.step) if logs else ():
+            step_logs = {name: x[step - first] for name, x in logs.items()}
             lines.append(Line(step, event.epoch, split_members(step_logs), {}))
         # Hooks add values at the end of a chunk: a pending line belongs to the chunk's last step,
         # and becomes one line with the logs of that step.

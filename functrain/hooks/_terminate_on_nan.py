@@ -7,7 +7,7 @@ import numpy as np
 from functrain.common import _repr
 from functrain.common._checks import require, require_instance, require_integer
 from functrain.common._warnings import warn
-from functrain.loop._events import Event, LogsReady, RunEnd
+from functrain.loop._events import ChunkEnd, Event, RunEnd
 
 
 class TerminateOnNaN:
@@ -32,11 +32,11 @@ class TerminateOnNaN:
 
     Examples:
       >>> from functrain import Position
-      >>> from functrain.events import LogsReady
+      >>> from functrain.events import ChunkEnd
       >>> hook = TerminateOnNaN(after=2)
-      >>> losses = np.array([1.0, np.nan, 2.0, np.nan, np.inf])
+      >>> rows = {"loss": np.array([1.0, np.nan, 2.0, np.nan, np.inf])}
       >>> at_five = Position(step=5)
-      >>> hook.logs(LogsReady(position=at_five, steps=5, examples=1, logs={"loss": losses}))
+      >>> hook.logs(ChunkEnd(position=at_five, state=(), steps=5, examples=1, rows=rows))
       >>> hook.step
       5
     """
@@ -62,12 +62,13 @@ class TerminateOnNaN:
             self.step = None
         self._is_restored = False
 
-    def logs(self, event: LogsReady, /) -> None:
+    def logs(self, event: ChunkEnd, /) -> None:
         """Checks the steps of a chunk."""
-        has_value, names = self.monitor in event.logs, f"one of {sorted(event.logs)}"
+        logs = event.host_logs()
+        has_value, names = self.monitor in logs, f"one of {sorted(logs)}"
         advice = "Only values that every step logs are checked."
         require(has_value, "monitor", names, self.monitor, advice)
-        finite = np.isfinite(event.logs[self.monitor].astype(np.float64))
+        finite = np.isfinite(logs[self.monitor].astype(np.float64))
         # In a population, one finite member is enough.
         finite = np.any(finite.reshape(event.steps, -1), axis=1)
         if self.step is not None or finite.all():

@@ -8,7 +8,7 @@ import jax
 from functrain.common import _repr
 from functrain.common._checks import is_integer, is_positive, require
 from functrain.engine._trigger import Every, Trigger, as_trigger
-from functrain.loop._events import Event, LogsReady
+from functrain.loop._events import ChunkEnd, Event
 from functrain.targets._chips import known_chip
 
 
@@ -87,7 +87,7 @@ class Throughput:
         self._latest = self._since = float("nan")
         self._steps = self._examples = 0
 
-    def logs(self, event: LogsReady, /) -> None:
+    def logs(self, event: ChunkEnd, /) -> None:
         """Counts the steps of a chunk, which have ended."""
         is_first = self._since != self._since
         self._latest = self._clock()

@@ -9,7 +9,7 @@ from typing import IO
 
 from functrain.common import _repr
 from functrain.common._checks import is_positive, require, require_flags
-from functrain.loop._events import Event, LogsReady
+from functrain.loop._events import ChunkEnd, Event
 
 
 class Watchdog:
@@ -67,7 +67,7 @@ class Watchdog:
             self._timer.join()
             self._timer = None
 
-    def logs(self, event: LogsReady, /) -> None:
+    def logs(self, event: ChunkEnd, /) -> None:
         """Notes that steps have ended: their logs have arrived from the device."""
         self._restart()
 

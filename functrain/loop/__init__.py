@@ -1,11 +1,12 @@
 """The loops: run, evaluate, predict.
 
 Files:
-  _run: begins a run
-  _iterator: the public iterator over its events
+  _run: a run as an iterator over its events
+  _arguments: the arguments of a run, checked and converted once
   _loop: the training loop behind it: chunks, events, checkpoints
-  _events: the events of a run
-  _saving: saves and resumes a run
+  _events: the events of a run, and logs that are read late
+  _saving: saves a run
+  _resuming: resumes a run from its last checkpoint
   _finite: warnings about losses that are not finite
   _preemption: SIGTERM with several processes
   _evaluate: measures a state on data
@@ -17,8 +18,7 @@ from functrain.loop._evaluate import evaluate as evaluate
 from functrain.loop._events import ChunkEnd as ChunkEnd
 from functrain.loop._events import EpochEnd as EpochEnd
 from functrain.loop._events import Event as Event
-from functrain.loop._events import LogsReady as LogsReady
 from functrain.loop._events import RunEnd as RunEnd
-from functrain.loop._iterator import Run as Run
 from functrain.loop._predict import predict as predict
+from functrain.loop._run import Run as Run
 from functrain.loop._run import run as run

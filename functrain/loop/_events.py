@@ -1,40 +1,26 @@
 """The events of a run."""
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from functrain.common import _values
+from functrain.common import _tree
 from functrain.common._gather import fetch_global
+from functrain.common._log_names import name_of
 from functrain.common._types import PyTree
+from functrain.common._values import to_floats
 from functrain.data._batches import Chunk
-from functrain.engine import _rows
 from functrain.engine._position import Position
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class _Positioned:
-    """An object with a position in the training."""
-
-    position: Position
-
-    @property
-    def step(self) -> int:
-        """Steps taken since the training began."""
-        return self.position.step
-
-    @property
-    def epoch(self) -> int:
-        """Number of the epoch, from 0."""
-        return self.position.epoch
-
-
-@dataclasses.dataclass(eq=False, kw_only=True)
-class Event(_Positioned):
+class Event:
     """The base class of the events of a run.
 
     Attributes:
@@ -55,6 +41,7 @@ class Event(_Positioned):
       (3, 0)
     """
 
+    position: Position
     state: PyTree = dataclasses.field(repr=False)
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     samples: dict[str, np.ndarray | str] = dataclasses.field(default_factory=dict, repr=False)
@@ -70,6 +57,16 @@ class Event(_Positioned):
     _flat: tuple[Any, list[Any]] | None = dataclasses.field(default=None, init=False, repr=False)
     # See `hand_over`.
     _is_handed_over: bool = dataclasses.field(default=False, repr=False)
+
+    @property
+    def step(self) -> int:
+        """Steps taken since the training began."""
+        return self.position.step
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch, from 0."""
+        return self.position.epoch
 
     def hand_over(self, state: PyTree) -> None:
         """Assigns a state whose arrays are used nowhere else, so that the run need not copy it.
@@ -168,63 +165,119 @@ class ChunkEnd(Event):
     examples: int
     rows: PyTree = dataclasses.field(repr=False)
     batch_info: Any = dataclasses.field(default=None, repr=False)
+    # An array that is ready when the program has run, and the names of the logs by their structure,
+    # which the events of a run share.
+    _done: PyTree = dataclasses.field(default=(), repr=False)
+    _log_names: dict[Any, list[tuple[int, str]]] = dataclasses.field(
+        default_factory=dict, repr=False
+    )
+    _host_logs: dict[str, np.ndarray] | None = dataclasses.field(
+        default=None, init=False, repr=False
+    )
 
     @property
     def logs(self) -> PyTree:
         """The logs of each step: every leaf `[steps, ...]`, on the device."""
-        return _rows.take_rows(self.rows, self.steps)
+        return jax.tree.map(lambda x: x if len(x) == self.steps else x[: self.steps], self.rows)
+
+    def host_logs(self) -> dict[str, np.ndarray]:
+        """Returns the scalar logs of each step by path, on the host. Waits for the program.
+
+        `[steps]` each, for a population `[steps, N]`. They may be views of the program's outputs:
+        copy what you keep. If members are divided over several processes, all of these have to
+        call it. The hooks' method `logs` gets an event whose logs have arrived.
+        """
+        if self._host_logs is None:
+            logs = self._scalar_logs()
+            if not logs:
+                # The end of an epoch, and of the run, is when its programs have run.
+                jax.block_until_ready(self._done)
+            self._host_logs = fetch_rows(logs, self.steps)
+        return self._host_logs
 
     def latest(self) -> dict[str, Any]:
-        """Returns the scalar logs of the last step, for a population `f64[N]` each. Waits.
+        """Returns the scalar logs of the last step, for a population `f64[N]` each. Waits."""
+        return {name: to_floats(x[-1]) for name, x in self.host_logs().items()}
 
-        If members are divided over several processes, all of these have to call it.
-        """
-        leaves = jax.tree.leaves(self.rows)
-        logs = {name: leaves[i] for i, name in _rows.scalar_logs(self.rows, self._of_members)}
-        # One call for all logs: it starts every copy before it waits for the first.
-        host_logs = fetch_global(logs)
-        return {path: _values.to_floats(x[self.steps - 1]) for path, x in host_logs.items()}
+    def start_copy(self) -> None:
+        """Starts to copy the scalar logs to the host, so that `host_logs` waits less later."""
+        for x in self._scalar_logs().values():
+            # On CPUs the host reads the memory of the device.
+            if isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu":
+                x.copy_to_host_async()
+
+    def _scalar_logs(self) -> dict[str, Any]:
+        """Returns the logs that are one real number a step, or member and step, on the device."""
+        leaves, structure = jax.tree.flatten(self.rows)
+        # Making path strings is slow, and they are the same for every chunk.
+        if structure not in self._log_names:
+            self._log_names[structure] = _names_of_scalars(self.rows, self._of_members)
+        return {name: leaves[i] for i, name in self._log_names[structure]}
 
 
-@dataclasses.dataclass(eq=False, kw_only=True, repr=False)
-class LogsReady(_Positioned):
-    """The logs of a chunk, on the host, one chunk late: the loop does not wait for the device.
+def fetch_rows(rows: PyTree, steps: int) -> PyTree:
+    """Fetches the rows of the steps that were taken: NumPy arrays `[steps, ...]`. Waits."""
+    return jax.tree.map(lambda x: x[:steps], fetch_global(rows))
 
-    This event is for histories, progress bars and log files. It has no state; see the `ChunkEnd`
-    with the same position, which came before it.
 
-    Attributes:
-      position: The position at the end of the chunk.
-      steps: Steps in the chunk.
-      examples: Examples per step; 1 if the arrays of a batch do not tell how many it has.
-      logs: The scalar logs of each step by path: `[steps]` each, for a population `[steps, N]`.
-        They are views of the program's outputs: copy what you keep.
+def row_of_step(rows: PyTree, i: int) -> PyTree:
+    """Returns the outputs of the i-th step."""
+    return jax.tree.map(lambda x: x[i], rows)
 
-    Examples:
-      >>> logs = {"loss": np.array([0.5, 0.25])}
-      >>> event = LogsReady(position=Position(step=12), steps=2, examples=32, logs=logs)
-      >>> list(event.rows())
-      [(11, {'loss': 0.5}), (12, {'loss': 0.25})]
+
+def is_scalar_per_step(rows: Any, of_members: bool = False) -> bool:
+    """Returns True if the log is one real number a step (a member of a population)."""
+    is_real = not (_tree.is_key(rows) or jnp.issubdtype(rows.dtype, jnp.complexfloating))
+    return is_real and rows.ndim == (2 if of_members else 1)
+
+
+def _names_of_scalars(rows: PyTree, of_members: bool) -> list[tuple[int, str]]:
+    """Returns the indices, among the leaves, and the names of the logs that a history can hold."""
+    names = []
+    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(rows)):
+        if is_scalar_per_step(x, of_members):
+            names.append((i, name_of(path)))
+    return names
+
+
+class LateLogs:
+    """Passes on the logs of each program when the next one runs, so that nobody waits for them.
+
+    Context manager: at its exit the logs of the last program are passed on, also after an error.
+
+    Args:
+      *receivers: Called with the `ChunkEnd` of each chunk.
     """
 
-    steps: int
-    examples: int
-    logs: dict[str, np.ndarray]
+    def __init__(self, *receivers: Callable[[ChunkEnd], None]) -> None:
+        self._receivers = receivers
+        self._pending: ChunkEnd | None = None
 
-    def __repr__(self) -> str:
-        """Shows the names of the logs without their values."""
-        at = f"position={self.position}, steps={self.steps}, examples={self.examples}"
-        return f"LogsReady({at}, logs of {', '.join(self.logs) or 'nothing'})"
+    def __call__(self, event: Event) -> None:
+        """Passes on the logs of the chunk before an event."""
+        chunk = event if self._receivers and isinstance(event, ChunkEnd) else None
+        if chunk is not None:
+            chunk.start_copy()
+        self._pass_on_and_keep(chunk)
 
-    def rows(self) -> list[tuple[int, dict[str, Any]]]:
-        """Returns the number and the logs of each step."""
-        # The position is that of the last step.
-        first = self.step - self.steps + 1
-        rows = []
-        for i in range(self.steps):
-            values = {name: _values.to_floats(x[i]) for name, x in self.logs.items()}
-            rows.append((first + i, values))
-        return rows
+    def flush(self) -> None:
+        """Passes on the logs that are pending. Waits until their program has run."""
+        self._pass_on_and_keep(None)
+
+    def _pass_on_and_keep(self, chunk: ChunkEnd | None) -> None:
+        # Kept first: if a receiver raises an error, these logs are passed on at the exit.
+        pending, self._pending = self._pending, chunk
+        if pending is not None:
+            for receive in self._receivers:
+                receive(pending)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        # If the last program failed, it has no logs.
+        with contextlib.suppress(Exception) if error else contextlib.nullcontext():
+            self.flush()
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

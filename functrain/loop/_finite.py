@@ -9,7 +9,7 @@ from functrain.common._gather import fetch_global
 from functrain.common._log_names import skip_counts
 from functrain.common._warnings import warn
 from functrain.engine._position import Position
-from functrain.loop._events import LogsReady
+from functrain.loop._events import ChunkEnd
 
 
 class LossWatch:
@@ -29,14 +29,15 @@ class LossWatch:
         self.last_finite: int | None = None
         self._name = "loss"
 
-    def logs(self, event: LogsReady) -> None:
+    def logs(self, event: ChunkEnd) -> None:
         """Checks the steps of a chunk."""
-        names = [name for name in event.logs if name.endswith("loss")]
+        logs = event.host_logs()
+        names = [name for name in logs if name.endswith("loss")]
         bad_steps = []
         for name in names:
-            is_bad = ~np.isfinite(event.logs[name].astype(np.float64))
-            for count in skip_counts(name, event.logs):
-                is_bad &= ~(event.logs[count] > 0)
+            is_bad = ~np.isfinite(logs[name].astype(np.float64))
+            for count in skip_counts(name, logs):
+                is_bad &= ~(logs[count] > 0)
             # The loop calls this for every chunk, and nearly all losses are finite.
             if is_bad.any():
                 is_bad = is_bad.reshape(event.steps, -1)
@@ -49,7 +50,7 @@ class LossWatch:
             if finite_steps.size:
                 self.last_finite = event.step - event.steps + 1 + int(finite_steps[-1])
 
-    def _store_first(self, event: LogsReady, name: str, is_bad: np.ndarray) -> None:
+    def _store_first(self, event: ChunkEnd, name: str, is_bad: np.ndarray) -> None:
         """Stores the first bad step of each member; `is_bad` is `bool[steps, N]`."""
         # The event has the position at the end of the chunk.
         step, epoch, batch = event.position

@@ -7,32 +7,25 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from functrain.common import _tree
 from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree, traits_of
-from functrain.data._batches import Batches, Chunk
+from functrain.data._batches import Chunk
 from functrain.distributed._stopping import StopAgreement
-from functrain.engine import _placement, _rows
+from functrain.engine import _placement
 from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver, copy_arrays
 from functrain.engine._plan import Plan
 from functrain.engine._position import Position
 from functrain.engine._programs import compute_metrics
 from functrain.engine._signals import DeferredSignals
-from functrain.engine._trigger import Trigger, steps_until_due
-from functrain.loop._events import (
-    ChunkBegin,
-    ChunkEnd,
-    EpochBegin,
-    EpochEnd,
-    Event,
-    LogsReady,
-    RunEnd,
-)
+from functrain.engine._trigger import steps_until_due
+from functrain.loop._arguments import RunArguments
+from functrain.loop._events import ChunkBegin, ChunkEnd, EpochBegin, EpochEnd, Event, RunEnd
 from functrain.loop._require import require_batches
-from functrain.loop._saving import Resumed, Saving
+from functrain.loop._resuming import Resumed
+from functrain.loop._saving import Saving
 from functrain.metrics._metric import Metered
 
 
@@ -42,15 +35,13 @@ class Loop:
 
     Args:
       carry: The first state, which the loop takes over.
-      driver: Runs the programs.
       step: The step, for its metrics.
-      batches: The data.
+      arguments: The arguments of the run.
       plan: Chooses K.
-      boundaries: Triggers at whose steps a chunk ends.
       position: The position at which the run begins.
       epochs: Number of the epoch to stop before.
-      late_logs: True yields `LogsReady` as well.
-      sharding: The sharding of one batch, or None.
+      signals: The signals that are deferred while an event is handled.
+      owns_signals: True if the loop begins and ends to defer them, False if its caller does.
       no_metrics: Metrics that have seen no batch; None if the step has no metrics.
       saving: Saves the run after an event has been handled, or None.
       resumed: The checkpoint that the run resumes from, or None.
@@ -64,41 +55,40 @@ class Loop:
     """
 
     carry: dataclasses.InitVar[PyTree]
-    driver: Driver
     step: Any
-    batches: Batches
+    arguments: RunArguments
     plan: Plan
-    boundaries: tuple[Trigger, ...]
     position: Position
     epochs: int
-    late_logs: bool
-    sharding: NamedSharding | None
-    no_metrics: PyTree
-    saving: Saving | None
-    resumed: Resumed | None
-    stopping: StopAgreement | None
+    signals: DeferredSignals
+    owns_signals: bool
+    no_metrics: PyTree = None
+    saving: Saving | None = None
+    resumed: Resumed | None = None
+    stopping: StopAgreement | None = None
     like_keras: bool = False
 
     def __post_init__(self, carry: PyTree) -> None:
-        resumed = self.resumed
-        self._of_members = traits_of(self.step).is_population
+        resumed, arguments = self.resumed, self.arguments
+        self.batches = arguments.batches
+        self.driver = Driver(
+            self.step,
+            rewrites=arguments.rewrites,
+            jit=arguments.jit,
+            place=_placement.chunk_placer(arguments.sharding),
+        )
         self._epoch_end_is_pending = resumed is not None and resumed.epoch_end_is_pending
         self._epoch_is_over = resumed is not None and resumed.nothing_left
-        self._log_names: dict[Any, list[tuple[int, str]]] = {}
         self.driver.begin(self._with_metrics(carry, None if resumed is None else resumed.metrics))
         # The driver owns the arrays that were read: a reference would keep them in memory.
         self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
         # The chunks of the next epoch, if its first chunk has been made in advance.
         self._prepared_chunks: Iterator[Chunk] | None = None
-        # The position, the chunk and the rows of the latest program, and an array that is ready
-        # when it has run. Its logs come one chunk later.
-        self._unread: tuple[Position, Chunk, PyTree, PyTree] | None = None
         # The event that is being handled. Its state may have been replaced.
         self._open_event: Event | None = None
-        # The values of the last event.
+        # The values of the last event, and the names of the logs for all events.
         self._last_values = {} if resumed is None else resumed.values
-        # While the end of the run is handled, its event and the trees of its checkpoint.
-        self._unsaved_end: tuple[RunEnd, dict[str, PyTree]] | None = None
+        self._log_names: dict[Any, list[tuple[int, str]]] = {}
 
     @property
     def state(self) -> PyTree:
@@ -114,45 +104,15 @@ class Loop:
                 self._continue_from(self._open_event)
         return (self.state, self.position) if self.driver.is_complete() else None
 
-    def take_unread_logs(self) -> LogsReady | None:
-        """Returns the logs of the last chunk if their event has not been yielded yet; see `Run`."""
-        unread, self._unread = self._unread, None
-        return None if unread is None else self._logs(*unread)
-
-    def save(self, *, epoch_is_over: bool | None = None) -> None:
-        """Saves the run with the state of the last event, even if no save is due; see `Run`."""
-        event = self._open_event
-        if self.saving is None or event is None:
-            raise ValueError("save: expected a run with a checkpointer, and an event, got none")
-        self._continue_from(event)
-        is_over = self._epoch_is_over if epoch_is_over is None else epoch_is_over
-        self.saving.save(event, self._trees_to_save(is_over), epoch_is_over=is_over)
-
-    def handle_signal_in_epoch_end(self, signals: DeferredSignals) -> None:
-        """Acts on a signal while an event is handled; see `Run`."""
-        event, saving = self._open_event, self.saving
-        is_asked_to_end = saving is not None and saving.is_asked_to_end()
-        if event is None or not (is_asked_to_end or signals.is_pending):
-            return
-        # A run that has been stopped ends after this event, and then saves that it was stopped. And
-        # a hook may have donated the state to another program: until it has assigned a new one,
-        # there is nothing to save.
-        is_donated = any(map(_tree.is_deleted, jax.tree.leaves(event.state)))
-        if saving is not None and (event.stopped or is_donated):
-            return
-        # One of several processes must not save alone: the others would have to take part.
-        if saving is not None and (is_asked_to_end or jax.process_count() == 1):
-            self.save(epoch_is_over=False)
-        if saving is not None and is_asked_to_end:
-            saving.end()
-        signals.handle_pending()
-
-    def events(self) -> Generator[Any, None, None]:
+    def events(self) -> Generator[Event, None, None]:
         """Yields the events of the run, once."""
         with contextlib.ExitStack() as stack:
-            for context in (self.saving, self.stopping):
-                if context is not None:
-                    stack.enter_context(context)
+            if self.owns_signals:
+                stack.enter_context(self.signals)
+            if self.saving is not None:
+                stack.callback(self.saving.close, self.signals)
+            if self.stopping is not None:
+                stack.enter_context(self.stopping)
             # A hook may have stopped the run before the checkpoint that it resumes from.
             is_stopped = self.resumed is not None and self.resumed.stopped
             is_over = self.resumed is not None and self.resumed.nothing_left
@@ -165,7 +125,7 @@ class Loop:
                 self.driver.begin(self._with_metrics(self.state))
             yield from self._end(is_stopped)
 
-    def _epoch(self) -> Generator[Any, None, bool]:
+    def _epoch(self) -> Generator[Event, None, bool]:
         """Yields the events of an epoch; returns True if the run stops in it."""
         self._epoch_is_over, steps_taken, is_stopped = False, 0, False
         if self.like_keras:
@@ -176,24 +136,23 @@ class Loop:
             if self.like_keras:
                 begin = ChunkBegin(**self._event_fields(), chunk=chunk._replace(batches=None))
                 yield from self._yield_event(begin)
-            event = yield from self._run_chunk(chunk)
+            event = self._run_chunk(chunk)
             steps_taken += chunk.steps
             yield from self._yield_event(event)
             is_stopped = self._is_last(event)
             if is_stopped:
                 break
-            yield from self._save_if_due(event)
+            self._save_if_due(event)
         self._prepared_chunks = None
         # An epoch without batches left has ended, although the run stops. Where the number of its
         # batches is unknown, the data are not asked for another one.
         is_complete = self.batches.steps is not None and self.position.batch >= self.batches.steps
         if is_stopped and not (is_complete or self.like_keras):
-            yield from self._yield_unread_logs()
             return True
         return (yield from self._end_epoch(steps_taken, is_stopped))
 
-    def _run_chunk(self, chunk: Chunk) -> Generator[LogsReady, None, ChunkEnd]:
-        """Dispatches a chunk's program, yields the previous chunk's logs, returns the event."""
+    def _run_chunk(self, chunk: Chunk) -> ChunkEnd:
+        """Dispatches the program of a chunk, and returns its event."""
         # Other processes read both counts to see whether this one still takes part in the run.
         if self.stopping is not None:
             self.stopping.started += chunk.steps
@@ -211,24 +170,17 @@ class Loop:
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
-        chunk, previous = chunk._replace(batches=None), self._unread
-        # Stored before the yield, which the caller may end with an exception: then
-        # `take_unread_logs` still returns the logs of this chunk.
-        if self.late_logs:
-            self._unread = self.position, chunk, rows, self.driver.done
-        # The program of this chunk has been dispatched, so the device is busy while the host waits
-        # for the logs of the previous one.
-        if previous is not None:
-            yield self._logs(*previous)
         return ChunkEnd(
             **self._event_fields(),
             steps=chunk.steps,
             examples=chunk.examples,
             rows=rows,
             batch_info=chunk.batch_info,
+            _done=self.driver.done,
+            _log_names=self._log_names,
         )
 
-    def _end_epoch(self, steps_taken: int, is_stopped: bool) -> Generator[Any, None, bool]:
+    def _end_epoch(self, steps_taken: int, is_stopped: bool) -> Generator[Event, None, bool]:
         """Yields the event at the end of an epoch; returns True if the run stops there.
 
         Args:
@@ -241,7 +193,6 @@ class Loop:
             require_batches(steps_taken or self.position.batch, place)
         if not is_stopped:
             self._prepare_next_epoch()
-        yield from self._yield_unread_logs()
         # A run may begin where an epoch is over already, and its event has been handled.
         if not (steps_taken or self._epoch_end_is_pending or self.like_keras):
             return False
@@ -251,49 +202,44 @@ class Loop:
         is_stopped = self._is_last(event)
         # The last epoch is saved by `_end`.
         if not is_stopped and self.position.epoch + 1 < self.epochs:
-            yield from self._save_if_due(event)
+            self._save_if_due(event)
         return is_stopped
 
     def _end(self, is_stopped: bool) -> Iterator[Event]:
         """Yields the last event; saves the last state, and the final one if a hook replaced it."""
         # Read before the event, whose hooks may replace the state, as `EarlyStopping` does. A run
         # that resumes for more epochs continues from the last state, not from the best one.
-        state = self.state
-        trees, values = self._trees_to_save(self._epoch_is_over), self._last_values
+        trees, values = self._trees_to_save(), self._last_values
         event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
-        self._unsaved_end = event, trees
         try:
             yield from self._yield_event(event)
         # Also GeneratorExit: an error of a hook ends the loop that reads these events.
         except BaseException:
-            self.save_failed_end()
+            # A resumed run repeats the end. It must not continue a run that was stopped, and no
+            # process saves alone.
+            is_new = self.resumed is None or not self.resumed.nothing_left
+            if is_new and not is_stopped and jax.process_count() == 1:
+                # A second error would hide this one.
+                with contextlib.suppress(Exception):
+                    self._save_end(event, values, trees)
             raise
-        self._unsaved_end = None
-        is_finished = self.resumed is not None and self.resumed.finished
-        has_run = self.position.epoch < self.epochs
-        if self.saving is not None and has_run and not is_finished:
-            if self.state is not state:
-                trees["state"], trees["final"] = event.original_state(), self.state
-            self.saving.save(
-                dataclasses.replace(event, values={**values, **event.values}),
-                trees,
-                epoch_is_over=self._epoch_is_over,
-                done={"epochs": self.epochs, "stopped": is_stopped},
-            )
+        if self.state is not trees["state"]:
+            trees["state"], trees["final"] = event.original_state(), self.state
+        if self.resumed is None or not self.resumed.finished:
+            done = {"epochs": self.epochs, "stopped": is_stopped}
+            self._save_end(event, {**values, **event.values}, trees, done)
 
-    def save_failed_end(self) -> None:
-        """Saves the last epoch if the end of the run has failed: a resumed run repeats the end."""
-        if self._unsaved_end is None:
-            return
-        (event, trees), self._unsaved_end = self._unsaved_end, None
-        is_new = self.resumed is None or not self.resumed.nothing_left
-        # A resumed run must not continue one that was stopped, and no process saves alone.
-        is_saved = is_new and not event.was_stopped and jax.process_count() == 1
-        if self.saving is not None and self.position.epoch < self.epochs and is_saved:
-            event = dataclasses.replace(event, values=self._last_values)
-            # A second error would hide the one that is being handled.
-            with contextlib.suppress(Exception):
-                self.saving.save(event, trees, epoch_is_over=self._epoch_is_over)
+    def _save_end(
+        self,
+        event: Event,
+        values: dict[str, Any],
+        trees: dict[str, PyTree],
+        done: dict[str, Any] | None = None,
+    ) -> None:
+        if self.saving is not None and self.position.epoch < self.epochs:
+            event = dataclasses.replace(event, values=values)
+            over = self._epoch_is_over
+            self.saving.save(event, trees, self.signals, epoch_is_over=over, done=done)
 
     def _yield_event(self, event: Event) -> Iterator[Event]:
         """Yields an event, and continues with the state that its hooks left in it."""
@@ -306,37 +252,39 @@ class Loop:
         """Returns True if the run stops after this event, in all processes."""
         return event.stopped if self.stopping is None else self.stopping.is_last(event.stopped)
 
-    def _save_if_due(self, event: Event) -> Iterator[LogsReady]:
-        """Saves the run if a save is due, after yielding the logs that belong to the checkpoint."""
-        saving = self.saving
-        if saving is None:
-            return
-        is_asked_to_end = saving.is_asked_to_end()
-        if is_asked_to_end or saving.is_due(event):
-            yield from self._yield_unread_logs()
-            trees = self._trees_to_save(self._epoch_is_over)
-            saving.save(event, trees, epoch_is_over=self._epoch_is_over)
-        if is_asked_to_end:
-            saving.end()
+    def _save_if_due(self, event: Event) -> None:
+        """Saves the run if that is due or a signal asks it to end; then handles the signal.
 
-    def _trees_to_save(self, epoch_is_over: bool) -> dict[str, PyTree]:
+        A signal that comes while an event is handled waits until here, so that what is saved is
+        always the run after an event. One that comes at the end of the run waits for that.
+        """
+        saving = self.saving
+        if saving is not None:
+            is_asked_to_end = saving.is_asked_to_end(self.signals)
+            if is_asked_to_end or saving.is_due(event):
+                saving.save(
+                    event,
+                    self._trees_to_save(),
+                    self.signals,
+                    epoch_is_over=self._epoch_is_over,
+                )
+            if is_asked_to_end:
+                saving.end(self.signals)
+        self.signals.handle_pending()
+
+    def _trees_to_save(self) -> dict[str, PyTree]:
         """Returns the trees of a checkpoint: the state, and within an epoch its metrics so far."""
         trees = {"state": self.state}
-        if self.no_metrics is not None and not epoch_is_over:
+        if self.no_metrics is not None and not self._epoch_is_over:
             trees["metrics"] = self.driver.carry.metrics
         return trees
-
-    def _yield_unread_logs(self) -> Iterator[LogsReady]:
-        logs = self.take_unread_logs()
-        if logs is not None:
-            yield logs
 
     def _begin_epoch(self, position: Position) -> Iterator[Chunk]:
         """Yields the chunks of an epoch, beginning at the batch of the position."""
         steps_before = position.step - position.batch
 
         def until_due(batch: int) -> int | None:
-            return steps_until_due(self.boundaries, steps_before + batch)
+            return steps_until_due(self.arguments.boundaries, steps_before + batch)
 
         self.batches.begin(position.epoch, position.batch)
         yield from chunks(self.batches, self.plan, until_due, start=position.batch)
@@ -362,26 +310,13 @@ class Loop:
 
     def _event_fields(self) -> dict[str, Any]:
         """Returns the fields that all events have."""
-        fields = {"position": self.position, "state": self.state, "_of_members": self._of_members}
+        of_members = traits_of(self.step).is_population
+        fields = {"position": self.position, "state": self.state, "_of_members": of_members}
         if self.no_metrics is not None:
             # Bound now: after the next program, the driver has another carry.
             step, metrics = self.step, self.driver.carry.metrics
             fields["_metrics"] = lambda: compute_metrics(step, metrics)
         return fields
-
-    def _logs(self, position: Position, chunk: Chunk, rows: PyTree, done: PyTree) -> LogsReady:
-        """Fetches the scalar logs of each step of a chunk. Waits until its program has run."""
-        leaves, structure = jax.tree.flatten(rows)
-        # Making path strings is slow, and they are the same for every chunk.
-        if structure not in self._log_names:
-            self._log_names[structure] = _rows.scalar_logs(rows, self._of_members)
-        names = self._log_names[structure]
-        if not names:
-            # The end of an epoch, and of the run, is when its programs have run.
-            jax.block_until_ready(done)
-        values = _rows.fetch_rows([leaves[i] for i, _ in names], chunk.steps)
-        logs = {name: x for (_, name), x in zip(names, values, strict=True)}
-        return LogsReady(position=position, steps=chunk.steps, examples=chunk.examples, logs=logs)
 
     def _continue_from(self, event: Event) -> None:
         """Continues with the state of an event; copies the state if a hook has replaced it."""
@@ -402,7 +337,7 @@ class Loop:
             expected = "a state with the structure, shapes and dtypes it had"
             advice = "Assign a state with all of its leaves: event.state = new_state."
             require_no_problems("event.state", changes, expected, advice)
-            state = _placement.place_on_mesh(state, self.sharding)
+            state = _placement.place_on_mesh(state, self.arguments.sharding)
         self._replace_state(state)
 
     def _replace_state(self, state: PyTree) -> None:

@@ -1,6 +1,6 @@
 """Collects a model's outputs on data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -13,13 +13,14 @@ from functrain.data._adapt import as_batches
 from functrain.data._batch import example_count
 from functrain.data._batches import Batches, Chunk
 from functrain.data._loader import ArrayLoader
-from functrain.engine import _placement, _rows
+from functrain.engine import _placement
 from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import FuseArg, Plan, nbytes, prediction_interval
 from functrain.engine._programs import Kind, cached_program
 from functrain.engine._signals import DeferredSignals
+from functrain.loop._events import fetch_rows
 from functrain.loop._require import require_all_examples, require_batches, require_state
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit
@@ -108,9 +109,41 @@ def predict(
 
     batches.begin(0)
     # Outputs are fetched in order, while later chunks are computed.
-    parts = _rows.fetch_outputs(dispatched())
+    parts = fetch_outputs(dispatched())
     require_batches(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def fetch_outputs(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:
+    """Returns the outputs of the steps of each chunk on the host: leaves `[steps * B, ...]`.
+
+    Args:
+      dispatched: The rows of each chunk, and the number of its steps.
+
+    Raises:
+      ValueError: An output is a scalar.
+    """
+    parts: list[PyTree] = []
+    previous: tuple[PyTree, int] | None = None
+    # The outputs of a chunk are fetched when the next one has been dispatched, so that the device
+    # is busy meanwhile.
+    for chunk in dispatched:
+        if previous is not None:
+            parts.append(jax.tree.map(_merge_batches, fetch_rows(*previous)))
+        previous = chunk
+    if previous is not None:
+        parts.append(jax.tree.map(_merge_batches, fetch_rows(*previous)))
+    return parts
+
+
+def _merge_batches(x: np.ndarray) -> np.ndarray:
+    """Merges the axes of steps and examples: `[steps, B, ...]` becomes `[steps * B, ...]`."""
+    if x.ndim < 2:
+        raise ValueError(
+            "outputs: expected one per example, [B, ...], got a scalar per batch. Return what "
+            "belongs to a whole batch in another way, such as by a metric."
+        )
+    return x.reshape(len(x) * x.shape[1], *x.shape[2:])
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:

@@ -1,39 +1,101 @@
-"""Begins a run: the state, the data and the last checkpoint become a loop."""
+"""Runs as iterators over events: the caller decides what happens between programs."""
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any
-
-import jax
-import numpy as np
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
-from functrain.common._checks import is_integer, require, require_flags, require_integer
-from functrain.common._gather import fetch_global
-from functrain.common._types import PyTree, Step, traits_of
-from functrain.data._adapt import as_batches
-from functrain.data._batches import Batches
-from functrain.data._epochs_of_steps import EpochsOfSteps
+from functrain.common._types import PyTree, Step
 from functrain.distributed._stopping import new_stop_agreement
 from functrain.engine import _placement
-from functrain.engine._driver import Driver
 from functrain.engine._plan import FuseArg, Plan, nbytes
-from functrain.engine._position import Position, require_position
-from functrain.engine._trigger import Trigger, longest_interval, require_triggers
-from functrain.loop._iterator import Run
+from functrain.engine._position import Position
+from functrain.engine._signals import DeferredSignals
+from functrain.engine._trigger import Trigger, longest_interval
+from functrain.loop._arguments import RunArguments, run_arguments
+from functrain.loop._events import Event
 from functrain.loop._loop import Loop
-from functrain.loop._require import (
-    require_epochs_left,
-    require_state,
-    require_training_step,
-    require_values,
-)
-from functrain.loop._saving import Resumed, Saving
+from functrain.loop._require import require_epochs_left, require_values
+from functrain.loop._resuming import Resumed
+from functrain.loop._saving import Saving, signals_of_run
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 from functrain.targets._chips import accelerator_of
+
+
+class Run(Iterator[Event]):
+    """An iterator over the events of a run, with the last complete state after an error; see `run`.
+
+    When the last reference to it is gone, for example after a `break`, the run is closed: it waits
+    until checkpoints are written, and restores the signal handlers.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from functrain import run
+      >>> events = run(jnp.zeros(()), lambda total, x: (total + x, {}), [jnp.ones(())] * 3)
+      >>> [type(event).__name__ for event in events]
+      ['ChunkEnd', 'EpochEnd', 'RunEnd']
+      >>> events.position
+      Position(step=3, epoch=0, batch=3)
+    """
+
+    def __init__(self, loop: Loop) -> None:
+        self._loop = loop
+        # Nothing refers back to this object: it is closed when its last reference is gone. In a
+        # cycle, it would wait for the garbage collector, which runs late and in any thread.
+        self._events = loop.events()
+        # Also runs at the exit of the interpreter, before modules are cleared. `__del__` would run
+        # afterwards, and fail.
+        weakref.finalize(self, _close, self._events, loop)
+
+    def __repr__(self) -> str:
+        return f"Run({self.position})"
+
+    def __next__(self) -> Event:
+        """Runs the next chunk, if one is due, and returns the next event."""
+        return next(self._events)
+
+    @property
+    def position(self) -> Position:
+        """The progress of the training."""
+        return self._loop.position
+
+    @property
+    def epochs(self) -> int:
+        """The number of epochs of the training."""
+        return self._loop.epochs
+
+    @property
+    def resumed(self) -> Resumed | None:
+        """The checkpoint that the run resumed from, with its `position` and `finished`; or None."""
+        return self._loop.resumed
+
+    @property
+    def state(self) -> PyTree:
+        """The current state; the next program consumes it."""
+        return self._loop.state
+
+    def last_complete_state(self) -> tuple[PyTree, Position] | None:
+        """Returns the last complete state and its position, after an error during a run.
+
+        Returns None if a program has failed: it has consumed its state. A state that was assigned
+        to the last event is returned if it fits.
+        """
+        return self._loop.last_complete_state()
+
+    def close(self) -> None:
+        """Ends the run here, and waits until checkpoints are written."""
+        _close(self._events, self._loop)
+
+
+def _close(events: Generator[Event, None, None], loop: Loop) -> None:
+    events.close()
+    # A generator that was never started does not run its `finally` clauses.
+    if loop.saving is not None:
+        loop.saving.close(loop.signals)
 
 
 def run(
@@ -50,7 +112,6 @@ def run(
     sharding: _placement.ShardingArg = None,
     jit: bool = True,
     donate: bool = False,
-    late_logs: bool = False,
     checkpointer: Checkpointer | None = None,
 ) -> Run:
     """Yields an event after every program and every epoch, for those who write their own loop.
@@ -91,8 +152,6 @@ def run(
         in the step see values.
       donate: True takes over the state instead of copying it, for states that fit into memory only
         once. The state that you pass is CONSUMED, before a checkpoint is read.
-      late_logs: True yields `LogsReady` as well: the logs of each chunk on the host, one chunk
-        later, for log files and progress bars.
       checkpointer: A `Checkpointer`. The run resumes from its last checkpoint if there is one, in
         mid-epoch too; then `state` may be abstract, from `jax.eval_shape`. It saves itself when
         that is due, at its end, and when SIGTERM arrives; the process then ends with status 143.
@@ -128,143 +187,93 @@ def run(
       5 10.0
       epoch 0 is over
     """
-    require_state(state)
-    require_flags(jit=jit, donate=donate, late_logs=late_logs)
-    require_training_step(step)
-    require_integer("epochs", epochs, 0)
-    batches, begin = batches_by_epoch(data, steps_per_epoch, start)
-    # A new order for each of several runs in a loop; an explicit position implies its order.
-    if start is None:
-        batches.continue_after(steps_taken(state))
-    return begin_run(
+    arguments = run_arguments(
         state,
         step,
-        batches,
+        data,
         epochs=epochs,
-        start=begin,
+        steps_per_epoch=steps_per_epoch,
+        start=start,
         fuse=fuse,
         boundaries=boundaries,
         rewrites=rewrites,
         sharding=sharding,
         jit=jit,
         donate=donate,
-        late_logs=late_logs,
-        saving=None if checkpointer is None else Saving(checkpointer, batches, {}),
     )
-
-
-def batches_by_epoch(
-    data: Any, steps_per_epoch: int | None, start: Position | None
-) -> tuple[Batches, Position]:
-    """Returns the batches of epochs of a given length or of one pass, and the first position."""
-    batches, position = as_batches(data), require_position(start)
-    if steps_per_epoch is None:
-        return batches, position
-    require_integer("steps_per_epoch", steps_per_epoch)
-    epochs_of_steps = EpochsOfSteps(batches, int(steps_per_epoch))
-    return epochs_of_steps, Position.from_step(position.step, steps_per_epoch)
+    saving = None if checkpointer is None else Saving(checkpointer, arguments.batches, {})
+    return begin_run(state, step, arguments, saving=saving)
 
 
 def begin_run(
     state: PyTree,
     step: Step[Any],
-    batches: Batches,
+    arguments: RunArguments,
     *,
-    epochs: int,
-    start: Position | None = None,
-    fuse: FuseArg = "auto",
-    boundaries: Iterable[Trigger] = (),
-    rewrites: Mode = "auto",
-    sharding: _placement.ShardingArg = None,
-    jit: bool | Callable[[PyTree], bool] = True,
-    donate: bool = False,
-    late_logs: bool = False,
     saving: Saving | None = None,
+    signals: DeferredSignals | None = None,
     plan: Plan | None = None,
     like_keras: bool = False,
 ) -> Run:
-    """Returns the events of a run, as `run` does, for callers that save more than a state.
+    """Returns the events of a run: resumes it, or takes over or copies the state.
 
-    The arguments are those of `run`, but for these: `saving` saves the run after an event has been
-    handled, and resumes it. `plan` chooses K; by default it is made from `fuse`. `jit` may be a
-    function that decides, given the shapes of the first batch. For `like_keras` see `Loop`.
+    Args:
+      state: The state.
+      step: The step.
+      arguments: The other arguments of the run.
+      saving: Saves the run after an event has been handled, and resumes it.
+      signals: The signals that the caller defers. By default the run defers SIGTERM if it saves.
+      plan: Chooses K; by default it is made from the arguments.
+      like_keras: See `Loop`.
     """
-    traits_of(step).require_data(batches.data, batches.name)
-    batches.find_examples_along(traits_of(step).example_axis())
-    position = require_position(start)
-    if batches.steps and position.batch >= batches.steps:
-        expected = f"at most {batches.steps} batches in an epoch of {batches.name}"
-        advice = "functrain.Position.from_step(step, steps_per_epoch) divides steps into epochs."
-        require(position.batch == batches.steps, "start", expected, position, advice)
-        # The end of an epoch is the beginning of the next one.
-        position = Position(position.step, position.epoch + 1)
-    batch_sharding = _placement.batch_sharding(sharding)
-    _placement.require_divisible(batches, batch_sharding)
-    triggers = require_triggers("boundaries", boundaries)
-    _placement.require_same_run(
-        batches,
-        batch_sharding,
-        epochs=epochs,
-        start=tuple(position),
-        fuse=fuse,
-        boundaries=triggers,
-    )
+    batches, sharding, epochs = arguments.batches, arguments.sharding, arguments.epochs
+    position, resumed = arguments.position, None
     no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
-    resumed: Resumed | None = None
+    owns_signals = signals is None
+    signals = signals or signals_of_run(saving is not None)
     # If an error occurs before the first event, the checkpoint directory must be released again.
     with contextlib.ExitStack() as undo:
         if saving is not None:
-            undo.callback(saving.close)
+            undo.callback(saving.close, signals)
+            arguments = arguments.with_boundary(saving.trigger)
             # Some data cannot seek, and must note their position from the first batch on.
             batches.track()
             # The caller's arrays show where to put those of the checkpoint. A copy would be a
             # second state in memory during the read, and so would a state that the run takes over.
-            like = _placement.abstract_on_mesh(state, batch_sharding)
-            is_consumed = donate and not like_keras
+            like = _placement.abstract_on_mesh(state, sharding)
+            is_consumed = arguments.donate and not like_keras
             release = functools.partial(_tree.delete, state) if is_consumed else None
             resumed = saving.resume(like, no_metrics, epochs, release=release)
-            epochs = epochs if resumed is None else resumed.epochs
-            triggers = (*triggers, saving.trigger)
         if resumed is not None:
-            position, carry = resumed.position, _tree.copy_if_needed(resumed.state)
+            epochs, position = resumed.epochs, resumed.position
+            carry = _tree.copy_if_needed(resumed.state)
         elif like_keras:
             # The hook of bridge hands over its own state before the first step.
             carry = state
         else:
             require_values(state)
-            owned = _tree.copy_if_needed(state) if donate else _tree.copy(state)
-            carry = _placement.place_on_mesh(owned, batch_sharding)
+            owned = _tree.copy_if_needed(state) if arguments.donate else _tree.copy(state)
+            carry = _placement.place_on_mesh(owned, sharding)
         # Keras accepts a run without epochs, and so does `fit(epochs=0)`.
         if not (like_keras or resumed or (epochs == 0 and position == Position())):
             require_epochs_left(batches, position, epochs, f"start={tuple(position)}")
         batches.require_epochs(epochs - position.epoch)
-        if plan is None:
-            plan = Plan(
-                fuse,
-                state_bytes=nbytes(carry),
-                intervals=lambda batch: [batches.full_steps, longest_interval(triggers)],
-                chip=accelerator_of(carry),
-            )
-        place = _placement.chunk_placer(batch_sharding)
-        driver = Driver(step, rewrites=rewrites, jit=jit, place=place)
         loop = Loop(
             carry=carry,
-            driver=driver,
             step=step,
-            batches=batches,
-            plan=plan,
-            boundaries=triggers,
+            arguments=arguments,
+            plan=plan or _plan(carry, arguments),
             position=position,
             epochs=epochs,
-            late_logs=late_logs,
-            sharding=batch_sharding,
             no_metrics=no_metrics,
             saving=saving,
             resumed=resumed,
             # Processes that share arrays or checkpoints must stop at the same step.
             stopping=new_stop_agreement(
-                saving is not None or _placement.spans_processes(carry, batch_sharding)
+                saving is not None or _placement.spans_processes(carry, sharding)
             ),
+            signals=signals,
+            owns_signals=owns_signals,
             like_keras=like_keras,
         )
         # From here on, the run closes `saving`.
@@ -272,17 +281,12 @@ def begin_run(
     return Run(loop)
 
 
-def steps_taken(state: PyTree) -> int:
-    """Returns the integer `step` of a state; 0 if it has none. Waits for the state.
-
-    For a population, this is the largest count: stopped members have taken fewer steps.
-    """
-    # A population has the states of its members in `states`.
-    step = getattr(getattr(state, "states", state), "step", None)
-    is_array = isinstance(step, np.ndarray | np.generic | jax.Array)
-    if not (is_array or is_integer(step, 0)) or _tree.is_deleted(step):
-        return 0
-    # Members of a population may lie on devices of other processes.
-    counts = np.asarray(fetch_global(step))
-    is_count = counts.dtype.kind in "iu" and counts.ndim == int(hasattr(state, "states"))
-    return max(0, int(counts.max())) if is_count and counts.size else 0
+def _plan(carry: PyTree, arguments: RunArguments) -> Plan:
+    """Returns a plan of chunks that end with epochs, and where a hook or a save is due."""
+    batches, triggers = arguments.batches, arguments.boundaries
+    return Plan(
+        arguments.fuse,
+        state_bytes=nbytes(carry),
+        intervals=lambda batch: [batches.full_steps, longest_interval(triggers)],
+        chip=accelerator_of(carry),
+    )

@@ -13,7 +13,7 @@ from functrain.common._checks import require
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Batches
 from functrain.engine._guards import tracing_guards
-from functrain.engine._placement import batch_sharding, require_same_run
+from functrain.engine._placement import batch_sharding, is_explicit, require_same_run
 from functrain.engine._programs import cached_program
 from functrain.hooks._early_stopping import EarlyStopping
 from functrain.hooks._evaluate import Evaluate
@@ -23,6 +23,7 @@ from functrain.hooks._reduce_lr_on_plateau import ReduceLROnPlateau
 from functrain.hooks._sample import Sample
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.hooks._watchdog import Watchdog
+from functrain.loop._arguments import RunArguments
 from functrain.loop._require import require_batches
 from functrain.step._metered import MeteredStep
 
@@ -40,12 +41,9 @@ _ADD_NO_VALUES = (EarlyStopping, Logger, Profile, Sample, TerminateOnNaN, Watchd
 def look_ahead(
     state: PyTree,
     step: Any,
-    batches: Batches,
+    arguments: RunArguments,
     hooks: Sequence[Any],
     checkpointer: Checkpointer | None,
-    *,
-    sharding: jax.NamedSharding | None,
-    can_trace: bool,
 ) -> None:
     """Traces each evaluation with its first batch, and checks the names of values.
 
@@ -55,12 +53,9 @@ def look_ahead(
     Args:
       state: The state to train.
       step: The step that trains.
-      batches: The training data.
+      arguments: The other arguments of the run.
       hooks: All hooks, in their order.
       checkpointer: The checkpointer of the run.
-      sharding: The sharding of a batch.
-      can_trace: False if steps cannot be traced here, since they run uncompiled or on a mesh with
-        explicit axes.
 
     Raises:
       ValueError: There is no data to evaluate on, an iterator is read twice, two values have one
@@ -70,6 +65,9 @@ def look_ahead(
       TypeError: The value of a metric is not a scalar.
       Exception: Whatever tracing an evaluation raises.
     """
+    batches, sharding = arguments.batches, arguments.sharding
+    # The checks trace with shapes only, without the shardings that explicit mesh axes require.
+    can_trace = arguments.jit and not is_explicit(sharding)
     # Most fits need no shapes of the state.
     abstract_state = functools.cache(lambda: jax.eval_shape(lambda: _tree.copy(state)))
     names = {"loss", *(_metric_names(step) if isinstance(step, MeteredStep) else ())}

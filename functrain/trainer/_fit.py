@@ -8,23 +8,19 @@ import jax
 
 from functrain.checkpoint import Checkpointer
 from functrain.common import _repr
-from functrain.common._checks import require, require_flags, require_integer, require_one_of
+from functrain.common._checks import require_one_of
 from functrain.common._types import StateT, Step, traits_of
 from functrain.data._adapt import as_batches
-from functrain.data._batches import Batches
-from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
-from functrain.engine._position import Position, require_position
-from functrain.engine._signals import DeferredSignals
+from functrain.engine._position import Position
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers_of
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
-from functrain.loop._events import Event, LogsReady
-from functrain.loop._iterator import Run
-from functrain.loop._require import require_state, require_training_step
-from functrain.loop._run import batches_by_epoch, begin_run, steps_taken
-from functrain.loop._saving import Saving
+from functrain.loop._arguments import RunArguments, run_arguments
+from functrain.loop._events import LateLogs
+from functrain.loop._run import Run, begin_run
+from functrain.loop._saving import Saving, signals_of_run
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 from functrain.trainer._ahead import look_ahead
@@ -163,105 +159,56 @@ def fit(
       >>> print(state.step, round(float(state.params["w"]), 3), len(history.steps["loss"]))
       200 3.0 200
     """
-    require_state(state)
-    require_flags(jit=jit, donate=donate)
     require_one_of("history", history, ("steps", "epochs"))
     runner = HookRunner(hooks)
-    batches, epochs, begin = _plan_epochs(data, epochs, steps, steps_per_epoch, start)
     if (eval_data is None) != (eval_step is None):
         raise ValueError(
             "eval_data and eval_step: expected both or neither. The step comes from "
             "functrain.eval_step(loss_fn, metrics=...)."
         )
-    require_training_step(step)
-    if start is None:
-        # A later fit of the same state sees new orders of the data.
-        batches.continue_after(steps_taken(state))
-    options: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
+    arguments = run_arguments(
+        state,
+        step,
+        data,
+        epochs=epochs,
+        steps=steps,
+        steps_per_epoch=steps_per_epoch,
+        start=start,
+        fuse=fuse,
+        boundaries=triggers_of(runner.hooks),
+        rewrites=rewrites,
+        sharding=sharding,
+        jit=jit,
+        donate=donate,
+    )
     if eval_step is not None:
         eval_batches = as_batches(eval_data, "eval_data")
         # An iterator can be used for one evaluation only.
-        eval_batches.require_epochs(epochs - begin.epoch)
+        eval_batches.require_epochs(arguments.epochs - arguments.position.epoch)
+        options: dict[str, Any] = {"rewrites": rewrites, "sharding": arguments.sharding, "jit": jit}
         # First, so that the other hooks see its values.
         runner.hooks.insert(0, Evaluate(eval_step, eval_batches, **options))
-    # The checks trace with shapes only, without the shardings that explicit mesh axes require.
-    mesh_sharding = _placement.batch_sharding(sharding)
-    can_trace = jit and not _placement.is_explicit(mesh_sharding)
-    look_ahead(
-        state,
-        step,
-        batches,
-        runner.unscheduled(),
-        checkpointer,
-        sharding=mesh_sharding,
-        can_trace=can_trace,
-    )
-    # A user's hook may read logs that are arrays, so a warning is due only without such hooks.
-    modules = [type(hook).__module__ for hook in runner.unscheduled()]
-    has_user_hooks = not all(module.startswith("functrain.") for module in modules)
-    is_population = traits_of(step).is_population
-    recorder = Recorder(
-        begin.step,
-        is_population,
-        keeps_steps=history == "steps",
-        warns_of_arrays=not has_user_hooks,
-    )
+    look_ahead(state, step, arguments, runner.unscheduled(), checkpointer)
+    recorder = _recorder(step, arguments, runner, history)
+    logs = LateLogs(recorder.logs, runner.logs)
     saving: Saving | None = None
     if checkpointer is not None:
         # Raises an error if a checkpoint could not tell two hooks apart.
         runner.resumable()
-        saved_with_state: dict[str, Any] = {
-            "history": recorder,
-            "hooks": runner,
-            "losses": recorder.losses,
-        }
-        saving = Saving(checkpointer, batches, saved_with_state, losses=recorder.losses)
-    events = begin_run(
-        state,
-        step,
-        batches,
-        epochs=epochs,
-        start=begin,
-        fuse=fuse,
-        boundaries=triggers_of(runner.hooks),
-        donate=donate,
-        # Logs arrive one chunk late, so that the device does not wait for them.
-        late_logs=True,
-        saving=saving,
-        **options,
-    )
+        parts: dict[str, Any] = {"history": recorder, "hooks": runner, "losses": recorder.losses}
+        saving = Saving(
+            checkpointer,
+            arguments.batches,
+            parts,
+            losses=recorder.losses,
+            flush_logs=logs.flush,
+        )
+    signals = signals_of_run(saving is not None, interrupt=True)
+    events = begin_run(state, step, arguments, saving=saving, signals=signals)
     first_position = events.position
-    # Of several processes, only one reports.
-    verbose_here = verbose if jax.process_index() == 0 else 0
-    # The hooks of a finished fit have handled its end, and their values are in its history.
-    is_finished = events.resumed is not None and events.resumed.finished
     try:
-        with (
-            contextlib.closing(events),
-            # With a checkpointer, the run itself defers SIGTERM until it has saved.
-            DeferredSignals(
-                terminate="handled" if checkpointer is None else "none",
-                saves=checkpointer is not None,
-            ) as signals,
-            contextlib.nullcontext() if is_finished else runner.running(),
-            ProgressReport(
-                events.epochs, batches.steps, verbose_here, first_position, resumed=events.resumed
-            ) as progress,
-        ):
-            # Hooks see the means of an epoch, and the recorder keeps the values that hooks add.
-            def handle(event: Event) -> None:
-                recorder.before(event)
-                runner(event)
-                recorder.after(event)
-                progress(event, recorder)
-
-            def handle_logs(event: LogsReady) -> None:
-                recorder.logs(event)
-                runner.logs(event)
-
-            if not is_finished:
-                for _ in events.handle_events(handle, handle_logs, signals=signals):
-                    pass
+        with signals:
+            _handle_events(events, arguments, runner, recorder, logs, verbose)
     except BaseException as error:
         _attach_result(error, events, recorder, first_position)
         # The note is not worth another error, as of a store that cannot be reached.
@@ -272,39 +219,55 @@ def fit(
         raise
     # TerminateOnNaN gives its own warning.
     if not any(isinstance(hook, TerminateOnNaN) for hook in runner.unscheduled()):
-        active = events.state.active if is_population else None
         recorder.losses.warn(
-            by_epochs=steps is None, epochs_before=batches.epochs_before, active=active
+            by_epochs=steps is None,
+            epochs_before=arguments.batches.epochs_before,
+            active=events.state.active if traits_of(step).is_population else None,
         )
     return FitResult(events.state, recorder.history())
 
 
-def _plan_epochs(
-    data: Any,
-    epochs: int | None,
-    steps: int | None,
-    steps_per_epoch: int | None,
-    start: Position | None,
-) -> tuple[Batches, int, Position]:
-    """Returns the batches, the number of epochs and the first position."""
-    if steps is None:
-        epochs = 1 if epochs is None else epochs
-        require_integer("epochs", epochs, 0)
-        batches, begin = batches_by_epoch(data, steps_per_epoch, start)
-        return batches, epochs, begin
-    if epochs is not None:
-        raise ValueError(
-            f"epochs and steps: expected one of them, got {epochs!r} and {steps!r}. Both are "
-            "totals; to evaluate after every few steps, pass steps_per_epoch= with either."
-        )
-    interval = steps if steps_per_epoch is None else steps_per_epoch
-    require_integer("steps", steps)
-    require_integer("steps_per_epoch", interval)
-    expected = f"a number that divides steps={steps}"
-    require(steps % interval == 0, "steps_per_epoch", expected, steps_per_epoch)
-    batches = EpochsOfSteps(as_batches(data), steps_per_epoch, int(steps))
-    begin = Position.from_step(require_position(start).step, interval)
-    return batches, steps // interval, begin
+def _recorder(step: Any, arguments: RunArguments, runner: HookRunner, history: str) -> Recorder:
+    """Returns the recorder of a fit."""
+    # A user's hook may read logs that are arrays, so a warning is due only without such hooks.
+    modules = [type(hook).__module__ for hook in runner.unscheduled()]
+    has_user_hooks = not all(module.startswith("functrain.") for module in modules)
+    return Recorder(
+        arguments.position.step,
+        traits_of(step).is_population,
+        keeps_steps=history == "steps",
+        warns_of_arrays=not has_user_hooks,
+    )
+
+
+def _handle_events(
+    events: Run,
+    arguments: RunArguments,
+    runner: HookRunner,
+    recorder: Recorder,
+    logs: LateLogs,
+    verbose: Verbose,
+) -> None:
+    """Calls hooks, recorder and progress report with the events of a run."""
+    resumed = events.resumed
+    # Of several processes, only one reports.
+    verbose = verbose if jax.process_index() == 0 else 0
+    progress = ProgressReport(
+        events.epochs, arguments.batches.steps, verbose, events.position, resumed=resumed
+    )
+    # The hooks of a finished fit have handled its end, and their values are in its history.
+    if resumed is not None and resumed.finished:
+        with contextlib.closing(events), progress:
+            return
+    # The run is closed first, which may save it with the states of the hooks.
+    with runner.running(), progress, contextlib.closing(events), logs:
+        for event in events:
+            logs(event)
+            # Hooks see the means of an epoch, and the recorder keeps the values that hooks add.
+            recorder.before(event)
+            runner(event)
+            recorder.after(event)
+            progress(event, recorder)
 
 
 def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:

@@ -14,7 +14,7 @@ from functrain.common._types import PyTree
 from functrain.common._values import format_value, to_values
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
-from functrain.loop._saving import Resumed
+from functrain.loop._resuming import Resumed
 from functrain.trainer._bar import Bar
 from functrain.trainer._recorder import Recorder
 

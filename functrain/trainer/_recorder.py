@@ -12,8 +12,7 @@ from functrain.common._log_names import LastValue, LogName, SumOfWeights
 from functrain.common._types import PyTree
 from functrain.common._values import is_loggable, to_floats, to_values
 from functrain.common._warnings import warn
-from functrain.engine import _rows
-from functrain.loop._events import ChunkEnd, EpochEnd, Event, LogsReady
+from functrain.loop._events import ChunkEnd, EpochEnd, Event, is_scalar_per_step
 from functrain.loop._finite import LossWatch
 from functrain.trainer._history import History
 
@@ -56,20 +55,21 @@ class Recorder:
         self.losses = LossWatch()
         self.latest: dict[str, Any] = {}
 
-    def logs(self, event: LogsReady) -> None:
+    def logs(self, event: ChunkEnd) -> None:
         """Adds the logs of a chunk."""
+        logs = event.host_logs()
         if np.isnan(self.first_steps_seconds):
             self.first_steps_seconds = time.perf_counter() - self._start_time
         self.latest = {}
         # In the order in which the history and the progress report show them.
-        for name, values in sorted(event.logs.items(), key=_rank):
+        for name, values in sorted(logs.items(), key=_rank):
             if name not in self._steps:
                 self._steps[name] = _Column(values[:0])
                 self._steps[name].extend_missing(event.step - event.steps - self._steps_begin)
             self._steps[name].extend(values)
             self.latest[name] = to_floats(values[-1])
         # A column of the history has a value for every step.
-        for name in self._steps.keys() - event.logs.keys():
+        for name in self._steps.keys() - logs.keys():
             self._steps[name].extend_missing(event.steps)
         self.losses.logs(event)
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
@@ -245,7 +245,7 @@ def _warn_of_arrays(rows: PyTree, is_population: bool) -> None:
     """Warns about logs that are arrays, except for PRNG keys."""
     arrays = []
     for path, x in _tree.leaves_with_path(rows):
-        if not (_tree.is_key(x) or _rows.is_scalar_per_step(x, is_population)):
+        if not (_tree.is_key(x) or is_scalar_per_step(x, is_population)):
             arrays.append(f"{path!r}, {_tree.format_spec(x.dtype, x.shape[1 + is_population :])}")
     if arrays:
         warn(

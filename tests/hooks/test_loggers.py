@@ -223,9 +223,10 @@ def test_values_named_like_the_position_leave_it_as_it_is(kind, tmp_path) -> Non
     at_two = ft.Position(step=2, epoch=1)
     rows = {"step": np.array([7.0, 8.0]), "epoch": np.array([5.0, 5.0]), "loss": np.ones(2)}
     how = {"position": at_two, "steps": 2, "examples": 1}
-    log(ft.events.ChunkEnd(state=(), rows=rows, **how))
+    event = ft.events.ChunkEnd(state=(), rows=rows, **how)
+    log(event)
     with pytest.warns(UserWarning, match=r"got \['epoch', 'step'\].*rename them") as caught:
-        log.logs(ft.events.LogsReady(logs=rows, **how))
+        log.logs(event)
     assert len(caught) == 1
     log.close()
     last = (tmp_path / "log").read_text().splitlines()[-1]
@@ -246,7 +247,8 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk(tmp_path) -> None:
     log = ft.hooks.TensorBoard(tmp_path, every=1)
     log.begin()
     rows = {"loss": np.array([0.5, 0.25], np.float32)}
-    log.logs(ft.events.LogsReady(position=ft.Position(step=2), steps=2, examples=1, logs=rows))
+    at_two = ft.Position(step=2)
+    log.logs(ft.events.ChunkEnd(position=at_two, state=(), steps=2, examples=1, rows=rows))
     log.state()
     assert scalars(tmp_path)["loss"] == [(1, 0.5), (2, 0.25)]
     log.close()

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.events import ChunkEnd, LogsReady
+from functrain.events import ChunkEnd
 from functrain.targets import _chips
 
 
@@ -21,7 +21,8 @@ def clock():
 
 def finish(hook, clock, seconds, steps=10, examples=4):
     clock.now += seconds
-    hook.logs(LogsReady(position=ft.Position(steps), steps=steps, examples=examples, logs={}))
+    at = ft.Position(steps)
+    hook.logs(ChunkEnd(position=at, state=(), steps=steps, examples=examples, rows={}))
 
 
 def values(hook, state=()):

@@ -6,7 +6,6 @@ import signal
 import warnings
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -306,22 +305,6 @@ def test_an_error_at_the_end_of_a_run_loses_no_line_of_a_log(
     for epochs in (2, 3):
         trained(checkpointer, logger(interrupted), epochs=epochs)
     assert interrupted.read_text() == straight.read_text()
-
-
-def test_a_save_before_the_end_of_an_epoch_has_its_metrics(tmp_path: pathlib.Path) -> None:
-    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
-        return (params * batch).mean(), ft.Aux(model_state)
-
-    tx, found = optax.sgd(0.1), []
-    by_step = ft.train_step(loss_fn, tx, metrics={"again": ft.metrics.mean_loss()})
-    for _ in range(2):
-        state = ft.TrainState.create(params=jnp.ones(()), tx=tx)
-        events = ft.run(state, by_step, DATA, checkpointer=ft.Checkpointer(tmp_path))
-        end = next(event for event in events if isinstance(event, ft.events.EpochEnd))
-        found.append(jax.device_get(end.metrics()))
-        events.save(epoch_is_over=False)
-        events.close()
-    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("every", [14, ft.every(epochs=1)])

@@ -163,12 +163,11 @@ def test_hooks_see_the_values_of_members() -> None:
 
     history = fitted([look]).history
     np.testing.assert_array_equal(seen, history.steps["loss"][2::3])
-    rows = []
-    for event in ft.run(population(), of_all(METERED), loader(), late_logs=True):
-        if isinstance(event, ft.events.LogsReady):
-            rows += event.rows()
-    assert [step for step, _ in rows] == list(range(1, 7))
-    np.testing.assert_array_equal([x["loss"] for _, x in rows], history.steps["loss"][:6])
+    losses = []
+    for event in ft.run(population(), of_all(METERED), loader()):
+        if isinstance(event, ft.events.ChunkEnd):
+            losses.extend(event.host_logs()["loss"])
+    np.testing.assert_array_equal(losses, history.steps["loss"][:6])
 
 
 def test_a_killed_population_goes_on_with_its_history(tmp_path, history) -> None:

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 import functrain as ft
+from functrain.loop._events import LateLogs
 from functrain.trainer import _progress
 from functrain.trainer._progress import ProgressReport
 from functrain.trainer._recorder import Recorder
@@ -226,12 +227,11 @@ def output(verbose, terminal):
     console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
     state, step = setup({"mae": ft.metrics.mean_absolute_error()})
     recorder = Recorder()
+    logs = LateLogs(recorder.logs)
     with ProgressReport(2, 11, verbose, console=console) as progress:
         loader = ft.ArrayLoader((X, Y), 10)
-        for event in ft.run(state, step, loader, epochs=2, fuse=2, late_logs=True):
-            if isinstance(event, ft.events.LogsReady):
-                recorder.logs(event)
-                continue
+        for event in ft.run(state, step, loader, epochs=2, fuse=2):
+            logs(event)
             recorder.before(event)
             if isinstance(event, ft.events.EpochEnd):
                 event.values = {"loss": 0.5, "mae": 0.25}

@@ -75,7 +75,7 @@ def test_with_epochs_alone_neither_memory_nor_checkpoints_grow_with_the_steps(
     held = []
     for epoch in range(50):
         at = ft.Position(4 * epoch + 4, epoch, 4)
-        recorder.logs(ft.events.LogsReady(position=at, steps=4, examples=1, logs=logs))
+        recorder.logs(ft.events.ChunkEnd(position=at, state=(), steps=4, examples=1, rows=logs))
         event = ft.events.ChunkEnd(position=at, state=(), steps=4, examples=1, rows={})
         event.values["point"] = 1.0
         recorder.after(event)
@@ -119,7 +119,8 @@ def test_a_resumed_fit_may_keep_more_or_less(tmp_path: pathlib.Path) -> None:
 def test_the_seconds_of_the_first_steps_are_those_of_the_process_that_takes_them() -> None:
     def take_logs(recorder: Recorder) -> None:
         logs = {"loss": np.zeros(1, np.float32)}
-        recorder.logs(ft.events.LogsReady(position=ft.Position(1), steps=1, examples=1, logs=logs))
+        at = ft.Position(1)
+        recorder.logs(ft.events.ChunkEnd(position=at, state=(), steps=1, examples=1, rows=logs))
 
     slow = Recorder()
     slow._start_time -= 23.8  # the first process compiled for long

@@ -179,13 +179,6 @@ def step(state, batch):
         (ft.fuse(step, 8).program, "FusedProgram(step=step)"),
         (ft.run(STATE, step, [np.ones(2)]), "Run(Position(step=0, epoch=0, batch=0))"),
         (
-            ft.events.LogsReady(
-                position=ft.Position(4), steps=4, examples=2, logs={"a": np.ones(4)}
-            ),
-            "LogsReady(position=Position(step=4, epoch=0, batch=0), steps=4, examples=2, "
-            "logs of a)",
-        ),
-        (
             ft.FitResult({"w": jnp.ones((300, 400))}, ft.History({}, {})),
             "FitResult(state=120,000 in 1 array, history=History())",
         ),

@@ -109,7 +109,6 @@ def test_a_loader_is_no_batch(ask) -> None:
     [
         ("jit", lambda: ft.fit(STATE, STEP, LOADER, jit="yes")),
         ("donate", lambda: ft.fit(STATE, STEP, LOADER, donate=3)),
-        ("late_logs", lambda: ft.run(STATE, STEP, LOADER, late_logs=1)),
         ("jit", lambda: ft.evaluate(STATE, ft.eval_step(LOSS), LOADER, jit=None)),
         ("jit", lambda: ft.predict(STATE, ft.predict_step(MODEL), ft.ArrayLoader(X, 4), jit=0)),
         ("jit", lambda: ft.hooks.Evaluate(ft.eval_step(LOSS), LOADER, jit="no")),

@@ -1,0 +1,157 @@
+"""The arguments of a run, checked and converted once."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from functrain.common import _tree
+from functrain.common._checks import is_integer, require, require_flags, require_integer
+from functrain.common._gather import fetch_global
+from functrain.common._types import PyTree, traits_of
+from functrain.data._adapt import as_batches
+from functrain.data._batches import Batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
+from functrain.engine import _placement
+from functrain.engine._plan import FuseArg
+from functrain.engine._position import Position, require_position
+from functrain.engine._trigger import Trigger, require_triggers
+from functrain.loop._require import require_state, require_training_step
+from functrain.rewrites import Mode
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class RunArguments:
+    """The arguments of a run, which nothing after `run_arguments` checks or converts again.
+
+    Attributes:
+      batches: The data.
+      epochs: Number of the epoch to stop before.
+      position: The position to begin at.
+      fuse: Steps per program, or "auto".
+      boundaries: Triggers at whose steps a chunk ends.
+      rewrites: Which slow operations to rewrite.
+      sharding: The sharding of one batch.
+      jit: False runs every step separately and uncompiled.
+      donate: True takes over the state instead of copying it.
+    """
+
+    batches: Batches
+    epochs: int
+    position: Position
+    fuse: FuseArg = "auto"
+    boundaries: tuple[Trigger, ...] = ()
+    rewrites: Mode = "auto"
+    sharding: NamedSharding | None = None
+    jit: bool = True
+    donate: bool = False
+
+    def with_boundary(self, trigger: Trigger) -> "RunArguments":
+        """Returns the arguments with another trigger at whose steps a chunk ends."""
+        return dataclasses.replace(self, boundaries=(*self.boundaries, trigger))
+
+
+def run_arguments(
+    state: PyTree,
+    step: Any,
+    data: Any,
+    *,
+    epochs: int | None,
+    steps_per_epoch: int | None,
+    start: Position | None,
+    fuse: FuseArg,
+    boundaries: Iterable[Trigger],
+    rewrites: Mode,
+    sharding: _placement.ShardingArg,
+    jit: bool,
+    donate: bool,
+    steps: int | None = None,
+) -> RunArguments:
+    """Checks and converts the arguments of `run` and `fit`."""
+    require_state(state)
+    require_flags(jit=jit, donate=donate)
+    require_training_step(step)
+    batches, epochs, position = _epochs(data, epochs, steps, steps_per_epoch, start)
+    if start is None:
+        # A later run of the same state sees new orders of the data. A position implies its order.
+        batches.continue_after(steps_taken(state))
+    traits_of(step).require_data(batches.data, batches.name)
+    batches.find_examples_along(traits_of(step).example_axis())
+    if batches.steps and position.batch >= batches.steps:
+        expected = f"at most {batches.steps} batches in an epoch of {batches.name}"
+        advice = "functrain.Position.from_step(step, steps_per_epoch) divides steps into epochs."
+        require(position.batch == batches.steps, "start", expected, position, advice)
+        # The end of an epoch is the beginning of the next one.
+        position = Position(position.step, position.epoch + 1)
+    batch_sharding = _placement.batch_sharding(sharding)
+    _placement.require_divisible(batches, batch_sharding)
+    triggers = require_triggers("boundaries", boundaries)
+    _placement.require_same_run(
+        batches,
+        batch_sharding,
+        epochs=epochs,
+        start=tuple(position),
+        fuse=fuse,
+        boundaries=triggers,
+    )
+    return RunArguments(
+        batches=batches,
+        epochs=epochs,
+        position=position,
+        fuse=fuse,
+        boundaries=triggers,
+        rewrites=rewrites,
+        sharding=batch_sharding,
+        jit=jit,
+        donate=donate,
+    )
+
+
+def _epochs(
+    data: Any,
+    epochs: int | None,
+    steps: int | None,
+    steps_per_epoch: int | None,
+    start: Position | None,
+) -> tuple[Batches, int, Position]:
+    """Returns the batches, the number of epochs and the first position."""
+    batches, position = as_batches(data), require_position(start)
+    if steps_per_epoch is not None:
+        require_integer("steps_per_epoch", steps_per_epoch)
+    if steps is None:
+        epochs = 1 if epochs is None else epochs
+        require_integer("epochs", epochs, 0)
+        if steps_per_epoch is None:
+            return batches, epochs, position
+        first = Position.from_step(position.step, steps_per_epoch)
+        return EpochsOfSteps(batches, int(steps_per_epoch)), epochs, first
+    if epochs is not None:
+        raise ValueError(
+            f"epochs and steps: expected one of them, got {epochs!r} and {steps!r}. Both are "
+            "totals; to evaluate after every few steps, pass steps_per_epoch= with either."
+        )
+    require_integer("steps", steps)
+    interval = steps if steps_per_epoch is None else steps_per_epoch
+    expected = f"a number that divides steps={steps}"
+    require(steps % interval == 0, "steps_per_epoch", expected, steps_per_epoch)
+    batches = EpochsOfSteps(batches, steps_per_epoch, int(steps))
+    return batches, steps // interval, Position.from_step(position.step, interval)
+
+
+def steps_taken(state: PyTree) -> int:
+    """Returns the integer `step` of a state; 0 if it has none. Waits for the state.
+
+    For a population, this is the largest count: stopped members have taken fewer steps.
+    """
+    # A population has the states of its members in `states`.
+    step = getattr(getattr(state, "states", state), "step", None)
+    is_array = isinstance(step, np.ndarray | np.generic | jax.Array)
+    if not (is_array or is_integer(step, 0)) or _tree.is_deleted(step):
+        return 0
+    # Members of a population may lie on devices of other processes.
+    counts = np.asarray(fetch_global(step))
+    is_count = counts.dtype.kind in "iu" and counts.ndim == int(hasattr(state, "states"))
+    return max(0, int(counts.max())) if is_count and counts.size else 0

@@ -1,0 +1,263 @@
+"""Resumes a run from its last checkpoint."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from functrain.checkpoint import _leaves
+from functrain.checkpoint._checkpointer import Checkpointer
+from functrain.checkpoint._errors import CheckpointMismatchError
+from functrain.checkpoint._manifest import differences, fingerprint
+from functrain.checkpoint._processes import is_multiprocess
+from functrain.checkpoint._processes import main_group as processes
+from functrain.common import _tree
+from functrain.common._types import PyTree
+from functrain.common._warnings import warn
+from functrain.data._batches import Batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
+from functrain.engine._position import Position
+from functrain.loop._require import require_epochs_left
+
+
+class Part(Protocol):
+    """A part of a run that resumes with it, such as a history or hooks."""
+
+    def state(self) -> Any:
+        """Returns the state to save: nested numbers, texts and arrays."""
+
+    def restore(self, state: Any) -> None:
+        """Restores what `state` returned."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """The checkpoint that a run resumes from.
+
+    Attributes:
+      state: The state to continue with; for a training that is over, its result.
+      metrics: In mid-epoch, the metrics of the epoch so far; else None.
+      position: The position to continue from.
+      epochs: The number of epochs of the training.
+      values: The values of the last event.
+      epoch_end_is_pending: True if the event at the end of the epoch has not been yielded yet.
+      nothing_left: True after the last epoch: at most the end of the run is left.
+      finished: True if the run is over.
+      stopped: True if a hook has stopped the run.
+      directory: The directory of the checkpoints.
+      data: The saved position of the data.
+    """
+
+    state: PyTree
+    metrics: PyTree
+    position: Position
+    epochs: int
+    values: dict[str, Any]
+    epoch_end_is_pending: bool
+    nothing_left: bool
+    finished: bool
+    stopped: bool
+    directory: str
+    data: Any = None
+
+    def describe(self) -> str:
+        """Returns a line about the position at which the run resumes, for the user."""
+        steps = f"{self.position.step:,} steps"
+        if not self.finished:
+            return f"resuming after {steps}, in epoch {self.position.epoch + 1}: {self.directory}"
+        if self.stopped:
+            return (
+                f"already finished, stopped early after {steps}: {self.directory}. To train on "
+                "from an earlier step, use Checkpointer.rollback; to start over, use another "
+                "directory."
+            )
+        return (
+            f"already finished, after {steps}: {self.directory}. To continue, pass more epochs "
+            "or steps; to start over, use another directory."
+        )
+
+
+class _Rest(NamedTuple):
+    """The part of a training after a checkpoint; the fields are those of `Resumed`."""
+
+    position: Position
+    epochs: int
+    finished: bool
+    nothing_left: bool
+
+
+def resume(
+    checkpointer: Checkpointer,
+    batches: Batches,
+    parts: Mapping[str, Part],
+    state: PyTree,
+    metrics: PyTree,
+    epochs: int,
+    release: Callable[[], None] | None = None,
+) -> Resumed | None:
+    """Reads the last checkpoint, and restores the data and the parts; None if there is none.
+
+    Args:
+      checkpointer: The checkpointer of the run.
+      batches: The data.
+      parts: Further parts of the run, by name.
+      state: A tree with the structure, dtypes and shardings of the run's state.
+      metrics: A tree with those of its metrics, or None.
+      epochs: The number of epochs of the run.
+      release: Called before arrays are read into memory.
+    """
+    refusal: OSError | None = None
+    try:
+        checkpointer._prepare()
+    except OSError as error:
+        # The result of a finished run can be read where nothing can be written.
+        if is_multiprocess():
+            raise
+        refusal = error
+    if not checkpointer.steps():
+        if refusal is not None:
+            raise refusal
+        return None
+
+    def trees_to_read(manifest: dict[str, Any]) -> dict[str, PyTree]:
+        if refusal is not None and not manifest.get("done"):
+            raise refusal
+        _require_same_run(checkpointer, batches, manifest)
+        rest = _rest(checkpointer, batches, manifest, epochs)
+        if refusal is not None and not rest.finished:
+            raise refusal
+        # Hooks may have chosen another final state, such as the best one. With more epochs, the
+        # run continues from the last state instead.
+        is_final = rest.finished and "final" in manifest["trees"]
+        trees = {"final" if is_final else "state": state}
+        has_metrics = metrics is not None and "metrics" in manifest["trees"]
+        if has_metrics and not _leaves.differences(manifest, {"metrics": metrics}):
+            trees["metrics"] = metrics
+        if release is not None:
+            target = checkpointer._directory.target(manifest["step"])
+            _leaves.require_leaves(target, manifest, trees)
+            release()
+        return trees
+
+    # `trees_to_read` raises before any array is read, or released.
+    restored, trees, manifest = checkpointer._read(trees_to_read)
+    _require_mesh(checkpointer, manifest, state)
+    rest = _rest(checkpointer, batches, manifest, epochs)
+    position, data = rest.position, restored.documents["data"]
+    # If nothing is left, the data do not begin in this run.
+    if not rest.nothing_left:
+        # If one process finds other data, all must raise: the rest would wait for it forever.
+        with processes.raise_in_all():
+            changed = batches.restore(data, position.epoch, position.batch)
+            _require_same_data(checkpointer, changed)
+    # Later checkpoints that could not be read are damaged, and the run writes them again.
+    step = restored.position.step
+    processes.call_on_first(lambda: checkpointer._directory.set_aside_later(step))
+    _warn_of_differences(checkpointer, manifest, state)
+    if metrics is not None and not (manifest["epoch_over"] or "metrics" in trees):
+        warn(
+            "metrics: the checkpoint is from within an epoch, and of a step with other metrics "
+            f"or none. Those of epoch {position.epoch} are of its remaining batches only."
+        )
+    for name, part in parts.items():
+        # A part that is new in this run, such as another hook, keeps its initial state.
+        if name in restored.documents:
+            part.restore(restored.documents[name])
+    return Resumed(
+        trees.get("final", restored.state),
+        trees.get("metrics"),
+        position,
+        rest.epochs,
+        restored.values,
+        epoch_end_is_pending=not manifest["epoch_over"],
+        nothing_left=rest.nothing_left,
+        finished=rest.finished,
+        stopped=rest.finished and manifest["done"]["stopped"],
+        directory=checkpointer.directory,
+        data=data,
+    )
+
+
+def _rest(
+    checkpointer: Checkpointer, batches: Batches, manifest: dict[str, Any], epochs: int
+) -> _Rest:
+    """Returns the part of the training after a checkpoint.
+
+    Raises:
+      ValueError: The training was to end before it.
+    """
+    position, epoch_is_over = Position(**manifest["position"]), manifest["epoch_over"]
+    if isinstance(batches, EpochsOfSteps):
+        resized = batches.continue_at(*position, epoch_is_over=epoch_is_over)
+        epochs = epochs if resized is None else resized
+    done = manifest["done"]
+    finished = done is not None and (done["stopped"] or epochs <= done["epochs"])
+    nothing_left = finished or (epoch_is_over and position.epoch + 1 == epochs)
+    if epoch_is_over and not nothing_left:
+        position = Position(position.step, position.epoch + 1)
+    place = f"step {position.step}, from which {checkpointer.directory} resumes"
+    require_epochs_left(batches, position, epochs, place, is_finished=finished)
+    return _Rest(position, epochs, finished, nothing_left)
+
+
+def _require_same_run(
+    checkpointer: Checkpointer, batches: Batches, manifest: dict[str, Any]
+) -> None:
+    if "epoch_over" not in manifest:
+        raise CheckpointMismatchError(
+            f"{checkpointer.directory}: expected checkpoints of a run, got those of "
+            "Checkpointer.save. Restore the state with Checkpointer.restore and pass start=, "
+            "or use another directory. If earlier ones are of a run, rollback(step) returns to "
+            "them."
+        )
+    saved, current = manifest["data"], batches.fingerprint()
+    unit = "steps_per_epoch"
+    if saved.get(unit, 0) != current.get(unit, 0):
+        raise CheckpointMismatchError(
+            f"{unit}: expected {_length_of_epochs(saved)}, as in the run that was saved in "
+            f"{checkpointer.directory}, got {_length_of_epochs(current)}. A run keeps "
+            "the length of its epochs; epochs= and steps= may grow. Nothing was loaded."
+        )
+    _require_same_data(checkpointer, differences(saved, current))
+
+
+def _require_same_data(checkpointer: Checkpointer, differences: list[str]) -> None:
+    if differences:
+        raise CheckpointMismatchError(
+            f"{checkpointer.directory}: the data are not those of the run that was "
+            f"saved:\n{_tree.bullets(differences)}\nNothing was loaded. To continue with other "
+            "data, restore the state with Checkpointer.restore, and begin a new run with "
+            "start= and a checkpointer with another directory."
+        )
+
+
+def _require_mesh(checkpointer: Checkpointer, manifest: dict[str, Any], state: PyTree) -> None:
+    """Raises an error if each process has its own state, but the saved one was on one mesh."""
+    # A single process may resume without a mesh: it is the whole run.
+    saved = manifest["run"]["mesh"]
+    if is_multiprocess() and saved and not fingerprint(state)["mesh"]:
+        raise CheckpointMismatchError(
+            f"{checkpointer.directory}: expected a state on a mesh of all processes, "
+            f"like the one that was saved on {', '.join(saved)}, got a separate state in each "
+            "process: each would train alone. Make it with functrain.sharding.create, or pass "
+            "sharding=."
+        )
+
+
+def _warn_of_differences(
+    checkpointer: Checkpointer, manifest: dict[str, Any], state: PyTree
+) -> None:
+    lines = differences(manifest["run"], fingerprint(state))
+    if lines:
+        warn(
+            f"{checkpointer.directory}: the run resumes in another environment than it "
+            "was saved in, so results may differ from those of an uninterrupted run:\n"
+            f"{_tree.bullets(lines)}",
+        )
+
+
+def _length_of_epochs(data: Mapping[str, Any]) -> str:
+    """Returns the length of epochs in a fingerprint of data, for an error."""
+    if "steps_per_epoch" not in data:
+        return "epochs of one pass over the data"
+    steps = data["steps_per_epoch"]
+    return "one epoch, with steps= alone" if steps is None else f"steps_per_epoch={steps}"
