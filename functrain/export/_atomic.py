@@ -16,10 +16,7 @@ def require_free(path: str | os.PathLike[str], *, overwrite: bool) -> str:
     advice = "The path comes first: export.params(path, params), export.predict(path, state, ...)."
     path = absolute_path(path, advice=advice)
     if os.path.exists(path) and not os.path.isfile(path):
-        kind = "directory" if os.path.isdir(path) else "device or a pipe"
-        raise FileExistsError(
-            f"{path}: expected the path of a file, got a {kind}. Add or change the name."
-        )
+        raise FileExistsError(f"{path}: expected the path of a file, got a directory or a device.")
     if os.path.lexists(path) and not overwrite:
         raise FileExistsError(
             f"{path}: expected no such file, got one. Choose another path, or pass overwrite=True."

@@ -45,21 +45,19 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
     require(has_suffix, "path", "a name that ends in .safetensors", os.fspath(path))
     leaves = named_leaves({"params": params})
     require(leaves, "params", "a pytree with arrays", params)
-    for name, leaf in leaves.items():
-        advice = "safetensors has no keys: export state.params, or a dict of parts without rng."
-        is_number = not _tree.is_key(leaf)
-        require(is_number, leaf_path(name), "an array of numbers", leaf, advice, error=TypeError)
     # An array that is spread over processes cannot be fetched by one of them.
     if jax.process_count() > 1:
         raise NotImplementedError(
-            f"expected to export from one process, got {jax.process_count()}, none of which has "
-            "all arrays. Save with functrain.save, and export from one process that loads it."
+            f"expected to export from one process, got {jax.process_count()}. Save with "
+            "functrain.save, and export from one process that loads it."
         )
-    fetched = {leaf_path(name): leaf for name, leaf in fetch_leaves(leaves).items()}
-    for name, leaf in fetched.items():
-        dtype, expected = leaf.shards[0][1].dtype, "a dtype that safetensors has"
-        advice = "Convert the array first."
-        require(str(dtype) in DTYPES.values(), name, expected, dtype, advice, error=TypeError)
+    fetched = {}
+    for name, leaf in fetch_leaves(leaves).items():
+        path_of_leaf, dtype = leaf_path(name), leaf.shards[0][1].dtype
+        is_number = not _tree.is_key(leaves[name]) and str(dtype) in DTYPES.values()
+        expected, advice = "an array of a dtype that safetensors has", "Convert or omit the array."
+        require(is_number, path_of_leaf, expected, leaves[name], advice, error=TypeError)
+        fetched[path_of_leaf] = leaf
     # The largest elements come first, so that every array is aligned in the file.
     in_order = sorted(fetched.items(), key=lambda item: -item[1].shards[0][1].itemsize)
     with atomic_write(target) as file:

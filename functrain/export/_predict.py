@@ -1,7 +1,7 @@
 """A model that predicts, for programs that have jax."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from functrain import rewrites as rewriting
 from functrain.checkpoint._leaves import cpu_device
-from functrain.common import _repr, _tree
-from functrain.common._checks import is_number, require, require_instance
+from functrain.common import _repr
+from functrain.common._checks import require
 from functrain.common._library import import_optional
 from functrain.common._platform import compiling_for
 from functrain.common._types import PyTree, Step
@@ -69,10 +69,10 @@ def predict(
     Raises:
       FileExistsError: The file exists, and `overwrite` is False.
       ImportError: flatbuffers is not installed.
-      TypeError: The step carries metrics; or it returns an object of a class that jax does not know
-        without functrain.
-      ValueError: A platform is unknown, `shapes` do not fit, or the arrays are larger than 2 GiB,
-        which such a file cannot hold.
+      TypeError: The step carries metrics.
+      ValueError: A platform is unknown, `shapes` do not fit, the arrays are larger than 2 GiB,
+        which such a file cannot hold; or the step returns an object of a class that jax cannot
+        write.
       jax.errors.InconclusiveDimensionOperation: The model computes with the lengths of these axes.
 
     Examples:
@@ -91,23 +91,16 @@ def predict(
     """
     to_install = "jax writes such files with flatbuffers: pip install 'functrain[export]'"
     import_optional("flatbuffers", to_install)
-    advice = (
-        "The order is export.predict(path, state, step, inputs), with a step from "
-        "functrain.predict_step(model)."
-    )
-    is_state = not (callable(state) or hasattr(state, "init"))
-    require(is_state, "state", "a pytree of arrays", state, advice, error=TypeError)
     check_predict_step(step)
-    for leaf_path, leaf in _tree.leaves_with_path(inputs):
-        is_array = hasattr(leaf, "dtype") or is_number(leaf)
-        require(is_array, f"inputs: {leaf_path}", "an array or its shape", leaf, error=TypeError)
     target = require_free(path, overwrite=overwrite)
-    platforms = _as_platforms(platforms)
-    for leaf_path, leaf in _tree.leaves_with_path(state):
-        advice = "Use the state that the program returned."
-        require(not _tree.is_deleted(leaf), leaf_path, "a live array", leaf, advice)
-    # Checked once before memory is taken, and once more when the size of the file is known.
-    _require_fitting_size(nbytes(getattr(state, "params", ())))
+    platforms = platforms or jax.export.default_export_platform()
+    names = (platforms,) if isinstance(platforms, str) else tuple(platforms)
+    require(set(names) <= set(PLATFORMS), "platforms", f"some of {PLATFORMS}", names)
+    # Checked before memory is taken.
+    size = nbytes(getattr(state, "params", ()))
+    advice = "Write the params with functrain.export.params, and keep the function as code."
+    expected = "arrays of less than 2 GiB, the limit of such a file"
+    require(size < 2**31, "state", expected, _repr.format_bytes(size), advice)
     # On one device: the program would otherwise need as many devices as the mesh has.
     arrays = jax.device_put(state, cpu_device())
 
@@ -119,76 +112,27 @@ def predict(
         require(is_pair, "step", expected, result, advice, error=TypeError)
         return result[1]
 
+    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs)
+    if shapes is not None:
+        # One text is meant for all arguments, a tree for the one argument.
+        args_shapes = shapes if isinstance(shapes, str) else (shapes,)
+        (specs,) = jax.export.symbolic_args_specs((specs,), args_shapes)
     # Rewrites are for one platform, and a program for several cannot have those of each.
-    platform = _PLATFORMS.get(platforms[0], platforms[0]) if len(platforms) == 1 else "several"
-    with tracing_guards(), compiling_for(platform):
-        program = _export(rewriting.optimize(predict, rewrites), inputs, shapes, platforms)
-    data = _serialize(program)
+    platform = _PLATFORMS.get(names[0], names[0]) if len(names) == 1 else "several"
+    try:
+        with tracing_guards(), compiling_for(platform):
+            optimized = jax.jit(rewriting.optimize(predict, rewrites))
+            program = jax.export.export(optimized, platforms=names)(specs)
+    except jax.errors.InconclusiveDimensionOperation as error:
+        error.add_note(
+            f"functrain.export.predict traced the step for {shapes!r}. With shapes=None the file "
+            "is for the shapes of inputs and no others."
+        )
+        raise
+    data = program.serialize()
     with atomic_write(target) as file:
         file.write(data)
 
 
 # jax exports programs for kinds of GPUs.
 _PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}
-
-
-def _as_platforms(platforms: str | Sequence[str] | None) -> tuple[str, ...]:
-    if platforms is None:
-        platforms = jax.export.default_export_platform()
-    require_instance("platforms", platforms, str | Iterable, f"some of {PLATFORMS}")
-    names = (platforms,) if isinstance(platforms, str) else tuple(platforms)
-    is_known = names and set(names) <= set(PLATFORMS)
-    require(is_known, "platforms", f"some of {PLATFORMS}", platforms)
-    return names
-
-
-def _export(fn: Any, inputs: PyTree, shapes: PyTree, platforms: Sequence[str]) -> Any:
-    specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), inputs)
-    if shapes is not None:
-        try:
-            # One text is meant for all arguments, a tree for the one argument.
-            args_shapes = shapes if isinstance(shapes, str) else (shapes,)
-            (specs,) = jax.export.symbolic_args_specs((specs,), args_shapes)
-        except ValueError as error:
-            raise ValueError(
-                f"shapes: expected texts such as 'batch, ...' that fit inputs, got {shapes!r}: "
-                f"{error}"
-            ) from error
-    try:
-        return jax.export.export(jax.jit(fn), platforms=platforms)(specs)
-    except Exception as error:
-        # The error is that of the model or of jax: a note keeps its class.
-        if shapes is not None:
-            error.add_note(
-                f"While functrain.export.predict traced the step for {shapes!r}. If it needs the "
-                "lengths of these axes as numbers: shapes=None, for the shapes of inputs and no "
-                "others."
-            )
-        raise
-
-
-_MAX_BYTES = 2**31 - 1  # of a flatbuffer
-
-
-def _require_fitting_size(size: int) -> None:
-    if size > _MAX_BYTES:
-        raise ValueError(
-            "state: expected arrays of less than 2 GiB, the limit of such a file, got "
-            f"{_repr.format_bytes(size)}. Write the params with functrain.export.params, and keep "
-            "the function as code."
-        )
-
-
-def _serialize(program: Any) -> bytearray:
-    _require_fitting_size(len(program.mlir_module_serialized))
-    try:
-        data: bytearray = program.serialize()
-    except ValueError as error:
-        # jax says so of classes whose serialization was not registered.
-        if "unregistered" not in str(error):
-            raise
-        raise TypeError(
-            "step: expected inputs and outputs of dicts, lists, tuples and arrays, which jax knows "
-            f"without functrain, got {program.out_tree}: {error}"
-        ) from error
-    return data

@@ -44,17 +44,12 @@ def mesh(
     fixed_sizes = [size for size in sizes.values() if size != -1]
     is_valid = len(sizes) - len(fixed_sizes) <= 1 and all(is_integer(n, 1) for n in fixed_sizes)
     expected = "sizes of at least 1, by name, and -1 for at most one of them"
-    require(sizes and is_valid, "axes", expected, dict(axes))
-    for name, size in axes.items():
-        if size == -1:
-            sizes[name] = device_count // math.prod(fixed_sizes)
-    require(
-        math.prod(sizes.values()) == device_count,
-        "axes",
-        f"sizes whose product is {device_count}, the number of devices",
-        dict(axes),
-        "Change the sizes, or use some of the devices only: devices=jax.devices()[:n].",
-    )
+    require(sizes and is_valid, "axes", expected, sizes)
+    remaining = device_count // math.prod(fixed_sizes)
+    sizes = {name: remaining if size == -1 else size for name, size in sizes.items()}
+    expected = f"sizes whose product is {device_count}, the number of devices"
+    advice = "Change the sizes, or use some of the devices only: devices=jax.devices()[:n]."
+    require(math.prod(sizes.values()) == device_count, "axes", expected, dict(axes), advice)
     # Stated in both cases: recent versions of jax make axes explicit by default.
     axis_type = AxisType.Explicit if explicit else AxisType.Auto
     return jax.make_mesh(

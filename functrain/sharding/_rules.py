@@ -152,18 +152,13 @@ class _Rules:
     def _require_own_use(self, paths: Collection[str]) -> None:
         """Raises as `require_use`, for the patterns of these rules alone."""
         lines, unmatched = [], set(paths)
-        for i, pattern in enumerate(self._patterns):
+        for pattern in self._patterns:
             matching = {path for path in paths if matches(pattern, path)}
             if not matching:
                 # Most likely a misspelled path.
                 lines.append(f"{pattern}: perhaps {', '.join(closest_patterns(pattern, paths))}")
             elif not matching & unmatched and pattern != "**":
-                earlier_patterns = []
-                for earlier in list(self._patterns)[:i]:
-                    if any(matches(earlier, path) for path in matching):
-                        earlier_patterns.append(earlier)
-                earlier_text = ", ".join(earlier_patterns)
-                lines.append(f"{pattern}: all of its leaves match earlier patterns, {earlier_text}")
+                lines.append(f"{pattern}: all of its leaves match earlier patterns")
             unmatched -= matching
         require_no_problems(
             "rules",

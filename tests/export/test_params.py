@@ -1,7 +1,6 @@
 """Arrays in safetensors files: read by the library that others use, and back."""
 
 import json
-import os
 
 import jax
 import jax.numpy as jnp
@@ -48,16 +47,6 @@ def test_any_arrays_come_back_bit_for_bit(tmp_path, tree) -> None:
     assert digest(ft.warm_start(like, tmp_path / "p.safetensors").state) == digest(tree)
 
 
-def test_the_files_permissions_are_those_that_umask_leaves(tmp_path) -> None:
-    before = os.umask(0o027)
-    try:
-        ft.export.params(tmp_path / "p.safetensors", {"w": jnp.ones(2)})
-        ft.export.predict(tmp_path / "model", 2.0, lambda s, x: (s, s * x), jnp.ones((1, 2)))
-    finally:
-        os.umask(before)
-    assert {p.stat().st_mode & 0o777 for p in tmp_path.iterdir()} == {0o640}
-
-
 def test_every_array_is_aligned_to_its_elements_in_the_file(tmp_path) -> None:
     dtypes = ["bool", "bfloat16", "int8", "float16", "uint64", "int16", "float32"]
     arrays = {f"{i}": np.arange(3).astype(jnp.dtype(name)) for i, name in enumerate(dtypes)}
@@ -93,22 +82,12 @@ def test_a_file_is_replaced_only_when_asked_and_never_by_half_a_one(tmp_path) ->
     assert safetensors.numpy.load_file(path)["w"][0] == 0
 
 
-@pytest.mark.parametrize(
-    ("params", "error", "message"),
-    [
-        (
-            {"w": jnp.ones(2, jnp.int4)},
-            TypeError,
-            "w: expected a dtype that safetensors has, got .*int4",
-        ),
-        ({"a": {"rng": jax.random.key(0)}}, TypeError, r"a/rng: expected .* got key<fry>\[\]"),
-        ({"w": "text"}, TypeError, "w: expected an array of numbers, got str"),
-        ({"a": {}}, ValueError, "expected a pytree with arrays, got"),
-    ],
-)
-def test_what_such_files_cannot_hold_is_refused(tmp_path, params, error, message) -> None:
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize("params", [{"w": jnp.ones(2, jnp.int4)}, {"w": jax.random.key(0)}])
+def test_what_such_files_cannot_hold_is_refused(tmp_path, params) -> None:
+    with pytest.raises(TypeError, match="w: expected an array of a dtype that safetensors has"):
         ft.export.params(tmp_path / "p.safetensors", params)
+    with pytest.raises(ValueError, match="expected a pytree with arrays, got"):
+        ft.export.params(tmp_path / "p.safetensors", {"a": {}})
     assert not list(tmp_path.iterdir())
 
 

@@ -145,19 +145,11 @@ def test_a_model_that_asks_for_the_batch_size_is_told_how_to_have_one(tmp_path) 
     assert exported(tmp_path / "model").call(jnp.ones((2, 3)))[0, 0] == 2
 
 
-class Outputs(NamedTuple):
-    y: jax.Array
-
-
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
         ({"platforms": "gpu"}, ValueError, r"platforms: expected some of \('cpu', 'cuda'"),
-        ({"platforms": ()}, ValueError, "platforms: expected some of"),
-        ({"shapes": "b, 9"}, ValueError, "shapes: expected texts .* that fit inputs, got 'b, 9'"),
-        ({"step": lambda s, x: (s, Outputs(x))}, TypeError, "which jax knows without functrain"),
         ({"step": "no"}, TypeError, "step: expected"),
-        ({"step": keras.Sequential()}, TypeError, r"predict_step\(bridge\.from_keras\(model\)\)"),
         ({"step": lambda s, x: x}, TypeError, r"returns \(state, outputs\), got float32"),
         ({"rewrites": "all"}, ValueError, "rewrites: expected"),
     ],
@@ -179,17 +171,10 @@ def test_a_step_that_measures_is_no_step_that_predicts(tmp_path) -> None:
         ft.export.predict(tmp_path / "model", state, ft.eval_step(loss_fn), jnp.ones((1, 3)))
 
 
-def test_a_state_that_a_program_took_over_is_named(tmp_path) -> None:
-    state, step = linear()
-    state.params["w"].delete()
-    with pytest.raises(ValueError, match="params/w: expected a live array"):
-        ft.export.predict(tmp_path / "model", state, step, jnp.ones((1, 3)))
-
-
 def test_params_too_large_for_such_a_file_are_refused_before_memory_is_taken(tmp_path) -> None:
     class Large(NamedTuple):
         params: jax.ShapeDtypeStruct
 
     state = Large(jax.ShapeDtypeStruct((2**30,), jnp.float32))
-    with pytest.raises(ValueError, match=r"less than 2 GiB.*got 4\.0 GiB"):
+    with pytest.raises(ValueError, match=r"less than 2 GiB.*got '4\.0 GiB'"):
         ft.export.predict(tmp_path / "model", state, lambda s, x: (s, x), jnp.ones((1, 3)))
