@@ -80,8 +80,8 @@ def lower_fit(
         pins=_placement.read_pins(carry),
         on_chip_bytes=accelerator.on_chip_bytes if accelerator else 0,
     )
-    lowered = program(step, TRAINING, options).lower(carry, chunk, np.int32(k))
-    return FitProgram(k, carry, chunk, lowered, chip)
+    run: Any = program(step, TRAINING, options)
+    return FitProgram(k, carry, chunk, run.lower(carry, chunk, np.int32(k)), chip)
 
 
 def require_batch_shapes(batch: PyTree) -> None:

@@ -27,13 +27,13 @@ class Event(NamedTuple):
 
     Attributes:
       is_input: True for an input. Operations come first: infinities in a state may be meant.
-      index: The position in the run.
+      position: The position in the run.
       is_nan: True for NaN, False for infinities.
       description: The operation or the input.
     """
 
     is_input: bool
-    index: int
+    position: int
     is_nan: bool
     description: NotFinite
 
@@ -70,7 +70,7 @@ class Search:
     def run(self, closed: Any, inputs: Sequence[Value]) -> list[Value]:
         """Returns the outputs of a jaxpr."""
         jaxpr = closed.jaxpr
-        values = dict(zip(jaxpr.invars, inputs, strict=True))
+        values: dict[Any, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
         values |= zip(jaxpr.constvars, map(Value, closed.consts), strict=True)
         results = [var for eqn in jaxpr.eqns for var in eqn.outvars]
         values |= zip(results, _evaluate(jaxpr, jaxpr.eqns, results, values), strict=True)
@@ -182,7 +182,7 @@ def _needs_infinities(
 
 def _call(search: Search, eqn: core.JaxprEqn, inputs: list[Value]) -> list[Value]:
     # The name of the parameter depends on the primitive.
-    body = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+    body: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     closed = body if hasattr(body, "consts") else core.ClosedJaxpr(body, [])
     return search.run_body(eqn, closed, inputs)
 

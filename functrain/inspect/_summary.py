@@ -74,12 +74,15 @@ def summary(
     everything = parts if parts and kind == "model" else state
     # The first part is the trained one: only its leaves are listed.
     header, listed = next(iter(parts.items()), ("leaf", everything))
-    leaves = [
+    leaves: list[tuple[str, ...]] = [
         (path, _tree.strong_spec(leaf), _spec(leaf), *_sizes(leaf))
         for path, leaf in _tree.leaves_with_path(listed)
     ]
-    totals = [(f"{name} (total)", "", "", *_sizes(tree)) for name, tree in parts.items()]
-    totals.append((f"{kind} (total)" if parts else "total", "", "", *_sizes(everything)))
+    trees = {**parts, kind if parts else "": everything}
+    totals: list[tuple[str, ...]] = [
+        (f"{name} (total)" if name else "total", "", "", *_sizes(tree))
+        for name, tree in trees.items()
+    ]
     numbers = "count", "bytes", "bytes on each device"
     columns: tuple[str, ...] = header, "array", "sharding", *numbers
     rows: list[list[tuple[str, ...]]] = [leaves, totals]

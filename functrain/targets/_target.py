@@ -92,11 +92,9 @@ class Target:
     def _place(self, x: object, sharding: Sharding) -> jax.ShapeDtypeStruct:
         shape, own = _tree.shapes(x), getattr(x, "sharding", None)
         # An array of the machine at hand that was not put anywhere may be moved.
-        is_committed = isinstance(own, Sharding) and getattr(x, "committed", True)
-        is_placed = is_committed and own.device_set <= set(self.devices)
-        return jax.ShapeDtypeStruct(
-            shape.shape, shape.dtype, sharding=own if is_placed else sharding
-        )
+        if isinstance(own, Sharding) and getattr(x, "committed", True):
+            sharding = own if own.device_set <= set(self.devices) else sharding
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 
 def target(name: str | None = None) -> Target:
