@@ -21,8 +21,9 @@ from functrain.rewrites.canonical_conv import canonical_conv
 from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv
+from functrain.rewrites.few_features import few_features
 from functrain.rewrites.grouped_conv import grouped_conv
-from functrain.rewrites.label_pick import label_pick
+from functrain.rewrites.label_pick import label_pick, label_pick_gradient
 from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
@@ -47,6 +48,7 @@ REWRITES: tuple[Rewrite, ...] = (
     dot_conv,
     grouped_conv,
     swapped_conv,
+    few_features,
     patch_conv,
     volume_conv,
     batch_groups,
@@ -55,6 +57,7 @@ REWRITES: tuple[Rewrite, ...] = (
     argmax,
     argmin,
     label_pick,
+    label_pick_gradient,
     bias_before_pooling,
     relu_before_pooling,
     relu_mask,

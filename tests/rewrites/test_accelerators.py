@@ -66,7 +66,7 @@ def test_the_log_probability_of_a_label_needs_no_gather(shape: tuple[int, ...]) 
         eqn
         for eqn, *_ in walk_equations(closed)
         # What is left takes the only column of a column.
-        if eqn.primitive.name == "gather" and eqn.invars[0].aval.shape == shape
+        if eqn.primitive.name in ("gather", "scatter-add") and eqn.invars[0].aval.shape == shape
     ]
     assert gathers == []
 
@@ -125,7 +125,7 @@ def test_labels_of_many_classes_are_gathered() -> None:
             for eqn, *_ in walk_equations(rewritten_for_tpu(fn, *args))
             if eqn.invars and eqn.invars[0].aval.shape == (64, classes)
         }
-        assert ("gather" in names) == is_kept
+        assert ("gather" in names, "scatter-add" in names) == (is_kept, is_kept)
 
 
 def test_other_gathers_and_scatters_are_kept() -> None:
@@ -385,6 +385,44 @@ def test_gradients_of_transposed_convolutions_have_no_holes_in_their_image() -> 
     # The one that remains is the forward pass.
     assert plain.count("lhs_dilation=(2, 2)") == 2
     assert rewritten.count("lhs_dilation=(2, 2)") == 1
+
+
+def convolution(x: Any, kernel: Any, **options: Any) -> Any:
+    numbers = ("NHWC", "HWIO", "NHWC")
+    options = {"window_strides": (1, 1), "padding": ((2, 1), (0, 3)), **options}
+    return lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options)
+
+
+def windows(jaxpr: Any) -> list[tuple[int, ...]]:
+    """The shapes of the kernels of all convolutions."""
+    convs = [e for e, *_ in walk_equations(jaxpr) if e.primitive.name == "conv_general_dilated"]
+    return [tuple(np.take(e.invars[1].aval.shape, (0, 1))) for e in convs]
+
+
+@pytest.mark.parametrize("features", [1, 3])
+def test_a_convolution_with_few_features_is_one_of_each_axis(features: int) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(24, 20, 24, 96)).astype(np.float32)
+    kernel = rng.normal(size=(5, 4, 96, features)).astype(np.float32)
+    assert windows(check(convolution, x, kernel)) == [(1, 4), (5, 1)]
+
+
+@pytest.mark.parametrize(
+    ("size", "features", "options"),
+    [
+        (8, 1, {}),
+        (24, 5, {}),
+        (24, 1, {"window_strides": (2, 2)}),
+        (24, 1, {"rhs_dilation": (2, 2)}),
+    ],
+    ids=["small", "more features", "strides", "dilation"],
+)
+def test_other_convolutions_are_kept_whole(size: int, features: int, options: Any) -> None:
+    x = jax.ShapeDtypeStruct((16, size, size, 96), jnp.float32)
+    kernel = jax.ShapeDtypeStruct((5, 4, 96, features), jnp.float32)
+    with compiling_for("tpu"):
+        jaxpr = jax.make_jaxpr(optimize(lambda *args: convolution(*args, **options)))(x, kernel)
+    assert windows(jaxpr) == [(5, 4)]
 
 
 def test_weights_after_a_hundred_steps_are_those_of_the_plain_step() -> None:
