@@ -19,7 +19,7 @@ from functrain.checkpoint._remote import files_at
 from functrain.checkpoint._step_directory import find_checkpoints
 from functrain.checkpoint._storage import read_unless_replaced
 from functrain.common import _patterns, _repr, _tree
-from functrain.common._checks import require, require_flags, require_instance, require_no_problems
+from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.model._freeze import merged_paths
@@ -139,7 +139,6 @@ def warm_start(
         unchanged     ...
     """
     leaves = _state_leaves(state)
-    require_flags(cast=cast)
     expected = "a function from paths in the file to paths in the state"
     is_rename = rename is None or callable(rename)
     require(is_rename, "rename", expected, rename, error=TypeError)

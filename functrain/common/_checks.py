@@ -96,12 +96,6 @@ def require_instance(name: str, value: Any, classes: Any, expected: str, advice:
         raise TypeError(f"{name}: expected {expected}, got {got}. {advice}".rstrip())
 
 
-def require_flags(**flags: Any) -> None:
-    """Raises ValueError unless every argument is True or False."""
-    for name, value in flags.items():
-        require(isinstance(value, bool | np.bool_), name, "True or False", value)
-
-
 def is_integer(value: Any, minimum: int) -> TypeGuard[int]:
     """Returns True for an integer of at least `minimum`; bools do not count as integers."""
     has_type = isinstance(value, int | np.integer) and not isinstance(value, bool)

@@ -9,7 +9,7 @@ import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._arguments import accepts
-from functrain.common._checks import is_integer, require, require_flags, require_one_of
+from functrain.common._checks import is_integer, require, require_one_of
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, require_integers_fit
 from functrain.data import _stack
@@ -157,7 +157,6 @@ class ArrayLoader(SeekableLoader):
         transform: Callable[[PyTree, np.random.Generator], PyTree] | None = None,
     ) -> None:
         require_one_of("placement", placement, ("host", "device"))
-        require_flags(shuffle=shuffle, drop_remainder=drop_remainder)
         self.data = host_arrays(data)
         self.examples = _common_length(self.data)
         # An array here is a common mistake: ArrayLoader(x, y).

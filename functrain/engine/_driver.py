@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from functrain import rewrites as _rewrites
 from functrain.common import _tree
-from functrain.common._checks import require_flags
 from functrain.common._platform import current_platform, platform_of
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk, batch_signature
@@ -80,8 +79,6 @@ class Driver:
         # Raises for a mode that does not exist, before anything is computed.
         _rewrites.resolve_mode(self.rewrites)
         self.platform = current_platform()
-        if not callable(self.jit):
-            require_flags(jit=self.jit)
         self._programs: dict[tuple[int, bool], Program] = {}
         # Programs, and shapes of batches, that were compared with those of the other processes.
         self._compared_programs: list[tuple[Program, Any]] = []

@@ -7,7 +7,7 @@ import jax
 
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_integer, require_flags, require_integer
+from functrain.common._checks import is_integer, require_integer
 from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
@@ -76,7 +76,6 @@ def fuse(
     """
     require_integer("k", k)
     require_integer("unroll", unroll)
-    require_flags(donate=donate)
     check_step(step)
     # Raises for a mode that does not exist.
     _rewrites.resolve_mode(rewrites)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from functrain.common import _direction, _repr, _tree
-from functrain.common._checks import is_number, require, require_flags
+from functrain.common._checks import is_number, require
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger
 from functrain.hooks._hook import triggers_of
@@ -83,7 +83,6 @@ class EarlyStopping:
             require(is_number(value) and value >= 0, name, "a number, 0 or more", value)
         is_baseline = baseline is None or is_number(baseline)
         require(is_baseline, "baseline", "a number, or None", baseline)
-        require_flags(restore_best=restore_best)
         self._sign = _direction.sign(monitor, mode)
         self.monitor = self.resume_key = monitor
         self.patience = patience

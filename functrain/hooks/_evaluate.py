@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from functrain.common import _repr
-from functrain.common._checks import require, require_flags
+from functrain.common._checks import require
 from functrain.data._adapt import as_batches
 from functrain.engine._placement import ShardingArg, batch_sharding
 from functrain.engine._plan import FuseArg
@@ -73,7 +73,6 @@ class Evaluate:
         jit: bool = True,
     ) -> None:
         require_eval_step(step)
-        require_flags(jit=jit)
         self.batches = as_batches(data)
         mesh_sharding = batch_sharding(sharding)
         require_all_examples(self.batches)

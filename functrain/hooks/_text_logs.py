@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from functrain.common._checks import require_flags
 from functrain.common._paths import absolute_path
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Every, Trigger, as_trigger
@@ -41,7 +40,6 @@ class TextLogger(Logger):
     ) -> None:
         # The process may change its working directory during the run.
         self.path = absolute_path(path)
-        require_flags(append=append)
         super().__init__(steps, {"path": os.fspath(path), "append": append, **repr_fields})
         self.resume_key = self.path.name
         self.append = append

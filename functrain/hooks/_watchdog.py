@@ -8,7 +8,7 @@ import time
 from typing import IO
 
 from functrain.common import _repr
-from functrain.common._checks import is_positive, require, require_flags
+from functrain.common._checks import is_positive, require
 from functrain.loop._events import ChunkEnd, Event
 
 
@@ -38,7 +38,6 @@ class Watchdog:
 
     def __init__(self, seconds: float, *, exits: bool = True, file: IO[str] | None = None) -> None:
         require(is_positive(seconds), "seconds", "a positive number", seconds)
-        require_flags(exits=exits)
         if file is not None:
             file.fileno()
         self.seconds, self.exits, self._file = seconds, exits, file

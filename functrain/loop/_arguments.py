@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from functrain.common import _tree
-from functrain.common._checks import is_integer, require, require_flags, require_integer
+from functrain.common._checks import is_integer, require, require_integer
 from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree, traits_of
 from functrain.data._adapt import as_batches
@@ -72,7 +72,6 @@ def run_arguments(
 ) -> RunArguments:
     """Checks and converts the arguments of `run` and `fit`."""
     require_state(state)
-    require_flags(jit=jit, donate=donate)
     require_training_step(step)
     batches, epochs, position = _epochs(data, epochs, steps, steps_per_epoch, start)
     if start is None:

@@ -11,7 +11,6 @@ from functrain.common import _patterns, _tree
 from functrain.common._checks import (
     is_positive,
     require,
-    require_flags,
     require_integer,
     require_no_problems,
     require_one_of,
@@ -122,7 +121,6 @@ def lora(
     is_valid = alpha is None or is_positive(alpha)
     require(is_valid, "alpha", "a positive number, or None for the rank", alpha)
     require_one_of("base_dtype", base_dtype, ("int8", None))
-    require_flags(factored=factored)
     whole_patterns = _patterns.as_patterns("train", train)
     scale = 1.0 if alpha is None else alpha / rank
 

@@ -336,8 +336,6 @@ def test_arguments_of_another_kind_are_named(old) -> None:
         ft.warm_start(create(), None)
     with pytest.raises(TypeError, match="rename: expected a function"):
         ft.warm_start(create(), old, rename="params")
-    with pytest.raises(ValueError, match="cast: expected True or False"):
-        ft.warm_start(create(), old, cast="float32")
     with pytest.raises(TypeError, match=r"rename\('.*'\): expected a path, got NoneType"):
         ft.warm_start(create(), old, rename=lambda path: None)
 

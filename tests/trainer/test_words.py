@@ -105,25 +105,6 @@ def test_a_loader_is_no_batch(ask) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "call"),
-    [
-        ("jit", lambda: ft.fit(STATE, STEP, LOADER, jit="yes")),
-        ("donate", lambda: ft.fit(STATE, STEP, LOADER, donate=3)),
-        ("jit", lambda: ft.evaluate(STATE, ft.eval_step(LOSS), LOADER, jit=None)),
-        ("jit", lambda: ft.predict(STATE, ft.predict_step(MODEL), ft.ArrayLoader(X, 4), jit=0)),
-        ("jit", lambda: ft.hooks.Evaluate(ft.eval_step(LOSS), LOADER, jit="no")),
-        ("donate", lambda: ft.fuse(STEP, 2, donate="state")),
-        ("donate", lambda: ft.inspect.memory(STATE, STEP, LOADER.batch(0, 0), donate=0)),
-        ("shuffle", lambda: ft.ArrayLoader(X, 4, shuffle="yes")),
-        ("drop_remainder", lambda: ft.ArrayLoader(X, 4, drop_remainder=1)),
-    ],
-)
-def test_a_flag_is_true_or_false(name, call) -> None:
-    with pytest.raises(ValueError, match=f"{name}: expected True or False, got"):
-        call()
-
-
-@pytest.mark.parametrize(
     "call",
     [
         lambda state: ft.fit(state, STEP, LOADER, verbose=0).state,
