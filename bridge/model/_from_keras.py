@@ -144,7 +144,10 @@ def require_built(model: Any) -> None:
             "model_state=model_state, tx=tx)."
         )
     require_instance("model", model, keras.Layer, "a keras.Model or keras.Layer", advice)
-    if not (model.built and _variables.is_fully_built(model)):
+    # `built` alone proves nothing: the `build` of a subclass can set it and leave the inner layers
+    # unbuilt, which might still create variables.
+    is_whole = model.variables or all(x.built for x in keras_private.layers.all_layers(model))
+    if not (model.built and is_whole):
         raise ValueError(
             f"model: expected a built model, got {type(model).__name__} {model.name!r}, which has "
             "no variables yet. Call it once on a batch, model(x), or model.build(input_shape)."

@@ -18,17 +18,17 @@ def to_linen(model: keras.Layer, *, name: str | None = None) -> nn.Module:
     """Returns a Keras model as a linen module, for use alone or inside another module.
 
     Its variables have the same keys as in `bridge.create_state`. `params` has the trainable
-    variables, `seeds` the counters of Keras's seed generators, `_overwrite_with_gradient` the
-    scales of float8 layers, and `batch_stats` all others, including frozen weights. ``init``
+    variables, `_overwrite_with_gradient` the scales of float8 layers, and `batch_stats` all others,
+    including frozen weights and the counters of Keras's seed generators. ``init``
     returns copies of the model's current values and does not use the key. The Keras model itself
     never changes; ``bridge.to_keras(variables, model)`` writes variables back into it.
 
     The module is called as ``module(inputs, training=False)``, where inputs are one pytree. In
     training statistics are updated, so that `batch_stats` must be mutable. Random layers draw from
     the rng stream `dropout`, or if there is none from `params`, to which flax gives a single key,
-    ``rngs=key``. Without both they draw from the counters, and `seeds` must be mutable as well.
-    Without training, collections that are not mutable stay unchanged. The model's losses are sown
-    into the collection `losses`.
+    ``rngs=key``. Without both they draw from the counters, which advance. Without training,
+    collections that are not mutable stay unchanged. The model's losses are sown into the
+    collection `losses`.
 
     Args:
       model: A built `keras.Model` or layer.

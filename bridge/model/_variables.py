@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import flax.core
+import flax.traverse_util
 import jax
 import keras
 import optax
@@ -135,14 +137,6 @@ def _members(node: Any) -> list[Any]:
     ]
 
 
-def is_fully_built(model: keras.Layer) -> bool:
-    """Returns True if a model has variables, or if no unbuilt layer could still create some."""
-    # `model.built` alone proves nothing: the `build` of a subclass can set it and leave the inner
-    # layers unbuilt.
-    layers = keras_private.layers.sublayers(model)
-    return bool(model.variables) or all(x.built and is_fully_built(x) for x in layers)
-
-
 def require_no_new_variables(before: Layout, after: Layout) -> None:
     """Raises ValueError if a model has created variables, and names them."""
     old_ids = set(map(id, before.variables().values()))
@@ -172,46 +166,26 @@ def arrays(variables: Mapping[Path, Any]) -> dict[Path, Any]:
     return {path: variable.value for path, variable in variables.items()}
 
 
-# The collections of a linen module made from a Keras model, besides `params`.
-COLLECTIONS = ("batch_stats", "seeds", OVERWRITTEN)
-
-
 def collections(model: keras.Layer) -> dict[str, PyTree]:
     """Returns the model's own arrays, not copies, as collections of a linen module."""
-    model_layout = layout(model)
-    batch_stats = arrays(model_layout.model_state)
-    seeds = {path: batch_stats.pop(path) for path in model_layout.seeds}
-    stats = nest(batch_stats)
-    scales = dict(stats.pop(OVERWRITTEN, {}))
-    params = arrays(model_layout.params)
-    trees = {"params": nest(params), "batch_stats": stats, "seeds": nest(seeds)}
-    return {**trees, OVERWRITTEN: scales}
+    params, batch_stats = values(layout(model))
+    scales = dict(batch_stats.pop(OVERWRITTEN, {}))
+    return {"params": params, "batch_stats": batch_stats, OVERWRITTEN: scales}
 
 
 def from_collections(collections: Mapping[str, PyTree]) -> PyTree:
     """Returns the model_state from the collections of a linen module; some may be missing."""
-    state = merge(*(collections.get(name, {}) for name in COLLECTIONS if name != OVERWRITTEN))
-    scales = collections.get(OVERWRITTEN)
-    return merge(state, {OVERWRITTEN: scales}) if scales else state
-
-
-def merge(*trees: PyTree) -> PyTree:
-    """Returns nested mappings without common leaves as one nested dict."""
-    leaves: dict[Path, Any] = {}
-    for tree in trees:
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-            leaves[_tree.keys(path)] = leaf
-    return nest(leaves)
+    # A module may have flax's FrozenDicts.
+    variables = flax.core.unfreeze(dict(collections))
+    state: dict[str, PyTree] = dict(variables.get("batch_stats", {}))
+    if variables.get(OVERWRITTEN):
+        state[OVERWRITTEN] = OverwrittenByGradient(variables[OVERWRITTEN])
+    return state
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     """Returns a mapping from paths to leaves as nested dicts, with the float8 scales marked."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
+    tree: dict[str, Any] = flax.traverse_util.unflatten_dict(leaves)
     if OVERWRITTEN in tree:
         tree[OVERWRITTEN] = OverwrittenByGradient(tree[OVERWRITTEN])
     return tree

@@ -9,7 +9,7 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _variables
-from functrain.internal import PyTree, call
+from functrain.internal import PyTree, call, require_no_problems
 from functrain.internal import tree as _tree
 
 Variables: TypeAlias = list[Any]
@@ -87,14 +87,13 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
     require_compiled(model)
     _variables.require_values(state)
     # Checked as a whole first, so that a state that does not fit changes nothing.
-    differences = _tree.spec_differences(_specs(variable_values(model)), _specs(state))
-    if differences:
-        raise ValueError(
-            f"state: expected the state of the compiled model {model.name!r}, got\n"
-            f"{_tree.bullets(differences)}\n"
-            "Freezing layers, and compiling again, change the lists of variables: make a new state "
-            "with bridge.keras_state(model). The model is unchanged."
-        )
+    advice = (
+        "Freezing layers, and compiling again, change the lists of variables: make a new state "
+        "with bridge.keras_state(model). The model is unchanged."
+    )
+    differences = _tree.differences(variable_values(model), state)
+    expected = f"the state of the compiled model {model.name!r}"
+    require_no_problems("state", differences, expected, advice)
     pairs: list[tuple[Any, Any]] = []
     for name, variables in variable_lists(model).items():
         pairs += zip(variables, getattr(state, name), strict=True)
@@ -128,12 +127,6 @@ def variable_values(model: keras.Model, fields: Collection[str] = FIELDS) -> Ker
     for name, variables in variable_lists(model).items():
         values[name] = [variable.value for variable in variables] if name in fields else []
     return KerasState(**values)
-
-
-def _specs(tree: PyTree) -> dict[str, str]:
-    """Returns the dtype and shape of each leaf, by path."""
-    # Weak types are left out, since a variable keeps its dtype when it is assigned to.
-    return {path: _tree.strong_spec(x) for path, x in _tree.leaves_with_path(tree)}
 
 
 def require_compiled(model: Any) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Literal, Protocol
 
+import flax.core
 import keras
 
 from bridge.model import _variables
@@ -77,9 +78,11 @@ def to_keras(
     if isinstance(state, KerasState):
         return write_keras_state(state, model)
     if isinstance(state, Mapping) and "params" in state:
-        # These are the variables of a linen module, which have no optimizer state. `merge` also
-        # turns flax's FrozenDicts into dicts.
-        params, model_state = _variables.merge(state["params"]), _variables.from_collections(state)
+        # These are the variables of a linen module, which have no optimizer state.
+        params, model_state = (
+            flax.core.unfreeze(state["params"]),
+            _variables.from_collections(state),
+        )
         state = SimpleNamespace(params=params, model_state=model_state)
         optimizer = "leave"
     has_variables = hasattr(state, "params") and hasattr(state, "model_state")

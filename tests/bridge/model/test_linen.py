@@ -20,7 +20,7 @@ from bridge.model import _variables
 
 X = np.random.default_rng(0).normal(size=(32, 6)).astype(np.float32)
 Y = np.random.default_rng(1).normal(size=(32, 2)).astype(np.float32)
-MUTABLE = ["batch_stats", "seeds", "losses"]
+MUTABLE = ["batch_stats", "losses"]
 
 
 def net(seed: int = 0) -> keras.Model:
@@ -58,7 +58,7 @@ def require_same_as_from_keras(model: keras.Layer, x: Any) -> None:
     equal(outputs, expected.outputs)
     losses = changed.pop("losses", {})
     equal([values[0] for values in losses.values()], list(expected.losses))
-    equal(_variables.merge(*changed.values()), expected.model_state)
+    equal(_variables.from_collections({**variables, **changed}), expected.model_state)
 
 
 def test_a_model_equals_itself_in_linen() -> None:
@@ -74,7 +74,7 @@ def test_values_go_there_and_back_unchanged() -> None:
     model, other = net(0), net(1)
     module = bridge.to_linen(model)
     variables = module.init(jax.random.key(0), X)
-    assert set(variables) == {"params", "batch_stats", "seeds"}
+    assert set(variables) == {"params", "batch_stats"}
     _, changed = module.apply(variables, X, training=True, mutable=MUTABLE)
     variables = {**variables, **changed}
     assert bridge.to_keras(variables, other) is other
@@ -131,9 +131,9 @@ def test_a_key_serves_dropout_and_leaves_the_counters() -> None:
     np.testing.assert_array_equal(a, b)
     assert np.any(a != c)
     np.testing.assert_array_equal(apply(jax.random.key(4))[0], apply(jax.random.key(4))[0])
-    for others in ({}, {"noise": jax.random.key(1)}):
-        with pytest.raises(flax.errors.ModifyScopeVariableError, match='"seeds" is immutable'):
-            apply(others)
+    for rngs, is_drawn in (({"dropout": jax.random.key(1)}, False), ({}, True)):
+        seeds = [x["batch_stats"]["dropout"] for x in (variables, apply(rngs)[1])]
+        assert (not np.array_equal(*map(jax.tree.leaves, seeds))) == is_drawn
     with pytest.raises(flax.errors.ModifyScopeVariableError, match='"batch_stats" is immutable'):
         module.apply(variables, X, training=True)
 
@@ -166,7 +166,7 @@ def test_frozen_weights_are_no_params() -> None:
     model.layers[0].trainable = False
     variables = bridge.to_linen(model).init(jax.random.key(0), X)
     assert sorted(variables["params"]) == ["norm", "out"]
-    assert sorted(variables["batch_stats"]) == ["hidden", "norm"]
+    assert sorted(variables["batch_stats"]) == ["dropout", "hidden", "norm"]
 
 
 def test_what_cannot_be_a_module_is_refused() -> None:
