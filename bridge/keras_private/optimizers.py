@@ -101,7 +101,8 @@ def atomic_build(optimizer: Any) -> Iterator[None]:
     optimizer that ran out of memory there counts as built, and every later step misses its slots.
     """
     # An optimizer that is built is left alone, and needs no snapshot.
-    parts = [] if optimizer is None or optimizer.built else _with_inner(optimizer)
+    is_built = optimizer is None or optimizer.built
+    parts = [] if is_built else [part for _, part in nested(optimizer)]
     snapshots = [(part, dict(vars(part)), list(part._variables)) for part in parts]
     # DeferredSignals raises KeyboardInterrupt when it exits, and the build is complete by then.
     with DeferredSignals():
@@ -117,17 +118,22 @@ def atomic_build(optimizer: Any) -> Iterator[None]:
             raise
 
 
-def _with_inner(optimizer: Any) -> list[Any]:
-    """Returns an optimizer and those inside it."""
-    inner: list[Any] = []
+def nested(optimizer: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the optimizers inside an optimizer and itself, with prefixes for their scalars.
+
+    Inner optimizers come first, since `variables` of the outer one includes theirs. Public names
+    only.
+    """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        inner = [optimizer.inner_optimizer]
+        yield from nested(optimizer.inner_optimizer)
+        yield "loss_scale/", optimizer
     elif isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        inner = optimizer.optimizers
-    optimizers = [optimizer]
-    for part in inner:
-        optimizers += _with_inner(part)
-    return optimizers
+        for i, inner in enumerate(optimizer.optimizers):
+            for prefix, part in nested(inner):
+                yield f"{i}/{prefix}", part
+        yield "multi/", optimizer
+    else:
+        yield "", optimizer
 
 
 class GradientsOnly(keras.optimizers.Optimizer):  # type: ignore[misc]  # keras has no types

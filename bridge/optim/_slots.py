@@ -1,6 +1,6 @@
 """The roles of an optimizer's variables, and the parameters that its slots belong to."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,7 +49,7 @@ def kind_of(optimizer: Any) -> dict[str, tuple[()]]:
 
     In a state it is a part of the structure. Slots of different optimizers may have the same names.
     """
-    names = [type(part).__name__ for _, part in _nested_optimizers(optimizer)]
+    names = [type(part).__name__ for _, part in keras_private.optimizers.nested(optimizer)]
     # AdamW's slots are those of Adam.
     return {"/".join("Adam" if name == "AdamW" else name for name in names): ()}
 
@@ -69,7 +69,7 @@ def roles_of_variables(optimizer: Any, params: Sequence[Any]) -> list[Role]:
     """
     index = dict(zip(map(id, params), range(len(params)), strict=True))
     roles: dict[int, Role] = {}
-    for prefix, part in _nested_optimizers(optimizer):
+    for prefix, part in keras_private.optimizers.nested(optimizer):
         owners = [index[id(v)] for v in keras_private.optimizers.trained_variables(part)]
         for name, slots in keras_private.optimizers.slot_lists(part):
             for owner, variable in zip(owners, slots, strict=True):
@@ -82,23 +82,6 @@ def roles_of_variables(optimizer: Any, params: Sequence[Any]) -> list[Role]:
             # The variables that are in no list are scalars.
             roles.setdefault(id(variable), Role(name))
     return [roles[id(v)] for v in optimizer.variables]
-
-
-def _nested_optimizers(optimizer: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the optimizers inside an optimizer and itself, with prefixes for their scalars.
-
-    Inner optimizers come first, since `variables` of the outer one includes theirs.
-    """
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        yield from _nested_optimizers(optimizer.inner_optimizer)
-        yield "loss_scale/", optimizer
-    elif isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        for i, inner in enumerate(optimizer.optimizers):
-            for prefix, part in _nested_optimizers(inner):
-                yield f"{i}/{prefix}", part
-        yield "multi/", optimizer
-    else:
-        yield "", optimizer
 
 
 def roles_of_leaves(opt_state: PyTree, params: Mapping[Path, int]) -> list[Role]:
@@ -121,9 +104,10 @@ def _role(path: Path, params: Mapping[Path, int]) -> Role:
     return Role("/".join(path))
 
 
-# For each Keras optimizer, the fields of optax states that have the same values as Keras's slots.
 _MOMENTS = {"mu": "momentums", "nu": "velocities"}
-_SLOT_FIELDS: dict[type, dict[type, dict[str, str]]] = {
+# For each Keras optimizer, the states of optax that hold the same values, with Keras's name of the
+# slot for each field. Keras's momentum includes the learning rate, unlike that of `optax.sgd`.
+SLOT_FIELDS: dict[type, dict[type, dict[str, str]]] = {
     keras.optimizers.Adam: {optax.ScaleByAdamState: _MOMENTS},
     keras.optimizers.AdamW: {optax.ScaleByAdamState: _MOMENTS},
     keras.optimizers.Lamb: {optax.ScaleByAdamState: _MOMENTS},
@@ -134,14 +118,3 @@ _SLOT_FIELDS: dict[type, dict[type, dict[str, str]]] = {
     },
     keras.optimizers.Lion: {optax.ScaleByLionState: {"mu": "momentums"}},
 }
-
-
-def slot_fields(optimizer: Any) -> dict[type, dict[str, str]]:
-    """Returns the optax states that hold slots of a Keras optimizer.
-
-    Keras's momentum includes the learning rate, unlike that of `optax.sgd`.
-
-    Returns:
-      For each class of states the Keras slots by the names of the fields that hold them.
-    """
-    return _SLOT_FIELDS.get(type(optimizer), {})

@@ -13,12 +13,12 @@ from bridge.model._names import Path
 from bridge.optim._optax_optimizer import OptaxOptimizer, from_plain_array, key_impl, to_plain_array
 from bridge.optim._optimizers import inner_optimizer, step_counter
 from bridge.optim._slots import (
+    SLOT_FIELDS,
     KerasOptState,
     Role,
     kind_of,
     roles_of_leaves,
     roles_of_variables,
-    slot_fields,
 )
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
@@ -49,13 +49,11 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     variables = _counterparts(opt_state, layout, optimizer, may_lack_params=False)
     leaves, treedef = jax.tree.flatten(opt_state)
     # A new state has a leaf for every slot, which the optimizer's variables replace.
-    values = list(map(_value_for_leaf, variables, leaves))
+    values = []
+    for variable, leaf in zip(variables, leaves, strict=True):
+        is_leaf = variable is None
+        values.append(leaf if is_leaf else from_plain_array(variable.value, key_impl(leaf)))
     return _tree.copy(jax.tree.unflatten(treedef, values)), step_counter(optimizer).value
-
-
-def _value_for_leaf(variable: Any, leaf: Any) -> Any:
-    """Returns the variable's value as a leaf of optax; the leaf itself if it has no variable."""
-    return leaf if variable is None else from_plain_array(variable.value, key_impl(leaf))
 
 
 def to_optimizer(
@@ -108,7 +106,9 @@ def _optimizer(model: Any, opt_state: PyTree, *, allow_plain: bool) -> Any:
     elif of_keras:
         is_of_kind = all(state.kind == kind_of(optimizer) for state in of_keras)
     else:
-        is_of_kind = allow_plain and bool(_tree.nodes(opt_state, *slot_fields(optimizer)))
+        is_of_kind = allow_plain and bool(
+            _tree.nodes(opt_state, *SLOT_FIELDS.get(type(optimizer), {}))
+        )
     if not is_of_kind:
         raise _no_common_state(optimizer)
     return optimizer
@@ -185,7 +185,7 @@ def _roles(opt_state: PyTree, optimizer: Any, params: Mapping[Path, int]) -> lis
     """Returns the role that each leaf of a state has in the optimizer; None if it has none."""
     if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
         return [*roles_of_leaves(opt_state, params)]
-    fields = slot_fields(optimizer)
+    fields = SLOT_FIELDS.get(type(optimizer), {})
     kinds = (KerasOptState, optax.ScaleByScheduleState, *fields)
     roles: list[Role | None] = []
     for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
