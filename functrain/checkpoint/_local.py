@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import IO
 
 from functrain.common import _locks
-from functrain.common._paths import make_directory
 from functrain.common._warnings import warn
 
 MANIFEST = "checkpoint.json"
@@ -180,7 +179,7 @@ class LocalFiles:
 
     def make_directory(self, path: str) -> None:
         """Creates a directory for checkpoints."""
-        make_directory(path)
+        os.makedirs(path, exist_ok=True)
 
     def lock(self, directory: str) -> _locks.Lock:
         """Returns the lock of the writer of a directory."""

@@ -12,7 +12,6 @@ from functrain.checkpoint import _processes
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._step_directory import StepDirectory
 from functrain.common._checks import is_positive, require, require_integer
-from functrain.common._paths import make_directory
 
 
 def watch_checkpoints(
@@ -128,7 +127,7 @@ def call_for_each(directory: str, function: str, progress: str | None, **options
     after, is_writer = None, _processes.is_first()
     if progress is not None and is_writer:
         # Before the first call, which may take hours.
-        make_directory(os.path.dirname(os.path.abspath(progress)))
+        os.makedirs(os.path.dirname(os.path.abspath(progress)), exist_ok=True)
         open(f"{progress}.new", "w").close()
     if progress is not None:
         with contextlib.suppress(FileNotFoundError), open(progress, encoding="ascii") as file:

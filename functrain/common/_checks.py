@@ -77,15 +77,10 @@ def require_one_of(name: str, value: Any, choices: Collection[Any]) -> None:
       >>> require_one_of("mode", "best", ("min", "max"))
       Traceback (most recent call last):
       ValueError: mode: expected 'min' or 'max', got 'best'.
-      >>> require_one_of("format", "json", ("csv",))
-      Traceback (most recent call last):
-      ValueError: format: expected 'csv', got 'json'.
     """
-    *others, last = map(repr, choices)
-    expected = f"{', '.join(others)} or {last}" if others else last
     # The type is checked first: an array has no single truth value for `==`, and a list no hash.
     is_choice = isinstance(value, str | int | None) and value in choices
-    require(is_choice, name, expected, value)
+    require(is_choice, name, " or ".join(map(repr, choices)), value)
 
 
 def require_instance(name: str, value: Any, classes: Any, expected: str, advice: str = "") -> None:
@@ -125,9 +120,8 @@ def require_untraced(name: str, tree: Any) -> None:
     if _tree.is_in_jit() or any(isinstance(x, jax.core.Tracer) for x in leaves):
         raise TypeError(
             f"{name}: expected arrays that have values, got a call within jax.jit, grad, vmap or "
-            "another transformation, which traces it. fit, run, evaluate and predict run on the "
-            "host: call them outside of it. Inside, take steps with functrain.fuse(step, k) or "
-            "jax.lax.scan."
+            "another transformation. Call fit, run, evaluate and predict outside of it; inside, "
+            "take steps with functrain.fuse(step, k) or jax.lax.scan."
         )
 
 
@@ -144,7 +138,6 @@ def require_not_forked() -> None:
         _first_process = os.getpid()
     elif _first_process != os.getpid():
         raise RuntimeError(
-            "expected a process in which JAX can run, got a child that was forked from a process "
-            "that had used JAX: it would hang. Start processes with "
-            "multiprocessing.get_context('spawn')."
+            "expected a process in which JAX can run, got one forked from a process that had used "
+            "JAX. Start processes with multiprocessing.get_context('spawn')."
         )

@@ -11,36 +11,17 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][\w-]*)\(")
 _CALLED = re.compile(
     r"(?:body|calls|to_apply|condition|true_computation|false_computation)=%?([\w.-]+)"
 )
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_TRIP_COUNT = re.compile(r'known_trip_count":?=?\{"n":"?(\d+)')
-_BODY = re.compile(r"body=%?([\w.-]+)")
-_CONDITION = re.compile(r"condition=%?([\w.-]+)")
-_INTEGER = re.compile(r"s32\[\][^=]* constant\((\d+)\)")
 _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 # The digits in the name of a dtype are its bits: f32, bf16, f8e4m3fn. `pred` has none.
 _SHAPE = re.compile(r"([a-z]+)(\d+)?\w*\[([\d,]*)\]")
 
 # The opcodes of the instructions that a TPU or a GPU runs as kernels, if no fusion contains them.
-KERNELS = {
-    "cholesky",
-    "convolution",
-    "copy",
-    "custom-call",
-    "dot",
-    "fft",
-    "fusion",
-    "gather",
-    "reduce",
-    "reduce-window",
-    "rng-bit-generator",
-    "scatter",
-    "select-and-scatter",
-    "sort",
-    "triangular-solve",
-}
+_KERNELS = (
+    "cholesky convolution copy custom-call dot fft fusion gather reduce reduce-window "
+    "rng-bit-generator scatter select-and-scatter sort triangular-solve"
+)
+KERNELS = set(_KERNELS.split())
 COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
-_COLLECTIVE = re.compile(rf" (?:{'|'.join(COLLECTIVES)})\(")
 
 
 class Instruction(NamedTuple):
@@ -63,7 +44,7 @@ class Instruction(NamedTuple):
     @property
     def cycles(self) -> int:
         """The TPU compiler's estimate of the cycles that it takes; 0 if there is none."""
-        return int(_find(_CYCLES, self.text) or 0)
+        return int(_find(r'"estimated_cycles":"(\d+)"', self.text) or 0)
 
     @property
     def bytes(self) -> int:
@@ -104,8 +85,8 @@ def instructions(text: str) -> Iterator[tuple[Instruction, int]]:
             for collective in _fused_collectives(instruction, computations):
                 yield collective, times
             if instruction.opcode == "while":
-                rounds = _rounds(instruction.text, computations)
-                yield from walk(_find(_BODY, instruction.text), times * rounds)
+                body = _find(r"body=%?([\w.-]+)", instruction.text)
+                yield from walk(body, times * _rounds(instruction.text, computations))
             for called in _called_computations(instruction):
                 yield from walk(called, times)
 
@@ -133,7 +114,7 @@ def _fused_collectives(fusion: Instruction, computations: dict[str, str]) -> Ite
     """
     name = _find(_CALLED, fusion.text) if fusion.opcode == "fusion" else ""
     body = computations.get(name, "")
-    if not _COLLECTIVE.search(body) or name.startswith("async_collective_fusion"):
+    if name.startswith("async_collective_fusion"):
         return
     ends = [end for end in ("start", "done") if f'"AsyncCollective{end.title()}"' in body]
     for instruction in _parse(name, computations):
@@ -150,23 +131,24 @@ def _called_computations(instruction: Instruction) -> list[str]:
     # A fusion is one kernel, and that of a reduction or a collective is the sum that it computes.
     if instruction.opcode not in ("call", "conditional", "async-start"):
         return []
-    branches = _find(_BRANCHES, instruction.text).replace("%", "").split(", ")
-    return [*_CALLED.findall(instruction.text), *filter(None, branches)]
+    branches = _find(r"branch_computations=\{([^}]*)\}", instruction.text)
+    return [*_CALLED.findall(instruction.text), *re.findall(r"[\w.-]+", branches)]
 
 
 def _rounds(loop: str, computations: dict[str, str]) -> int:
     """Returns how often a loop runs, given its line; 1 if it cannot be known."""
-    trip_count = _find(_TRIP_COUNT, loop)
+    trip_count = _find(r'known_trip_count":?=?\{"n":"?(\d+)', loop)
     if trip_count:
         return int(trip_count)
     # The TPU compiler states no count: it is the constant that the condition compares with.
-    text = computations.get(_find(_CONDITION, loop), "")
+    text = computations.get(_find(r"condition=%?([\w.-]+)", loop), "")
     for called in _CALLED.findall(text):
         text += computations.get(called, "")
-    return max(map(int, _INTEGER.findall(text)), default=1)
+    constants = re.findall(r"s32\[\][^=]* constant\((\d+)\)", text)
+    return max(map(int, constants), default=1)
 
 
-def _find(pattern: re.Pattern[str], text: str) -> str:
+def _find(pattern: str | re.Pattern[str], text: str) -> str:
     """Returns the first group of the first match, "" without a match."""
-    match = pattern.search(text)
+    match = re.search(pattern, text)
     return match[1] if match else ""

@@ -50,24 +50,6 @@ def absolute_path(path: Any, name: str = "path", advice: str = "") -> pathlib.Pa
     return pathlib.Path(text).absolute()
 
 
-def make_directory(path: str | os.PathLike[str]) -> None:
-    """Creates a directory and its missing parents.
-
-    Raises:
-      FileExistsError: There is a file of that name.
-      NotADirectoryError: There is a file in the place of a parent. The message names the file.
-    """
-    try:
-        os.makedirs(path, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
-        place = pathlib.Path(path)
-        file = next(x for x in (place, *place.parents) if os.path.lexists(x))
-        raise type(error)(
-            f"{place}: expected a directory, or a path where one can be made, got a file at "
-            f"{file}. Choose another path."
-        ) from error
-
-
 @contextlib.contextmanager
 def errors_name_path(path: str) -> Iterator[None]:
     """Context manager: an OSError of a write, such as of a full disk, names the path."""

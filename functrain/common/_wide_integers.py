@@ -44,10 +44,8 @@ def require_fits(x: Any, expected: str, location: str) -> None:
     value = x.min() if x.min() < limits.min else x.max()
     raise ValueError(
         f"{expected} integers{location} that fit into {limits.dtype}, since jax's 64-bit types are "
-        f"off, got {value} in {x.dtype}{list(x.shape)}. Cast them to a dtype that holds them, such "
-        "as x.astype(np.uint32) or np.float32; renumber ids, "
-        "np.unique(x, return_inverse=True)[1]; or begin the script with "
-        'jax.config.update("jax_enable_x64", True).'
+        f"off, got {value} in {x.dtype}{list(x.shape)}. Cast or renumber them, or begin the script "
+        'with jax.config.update("jax_enable_x64", True).'
     )
 
 

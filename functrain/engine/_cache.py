@@ -6,7 +6,7 @@ import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from functrain.common._library import import_optional
-from functrain.common._paths import make_directory, path_text
+from functrain.common._paths import path_text
 
 _DIRECTORY = "jax_compilation_cache_dir"
 _OPTIONS = {
@@ -43,7 +43,7 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
         import_optional("etils.epath", to_install)
     else:
         directory = os.path.abspath(directory)
-        make_directory(directory)
+        os.makedirs(directory, exist_ok=True)
     for name, value in (_OPTIONS | {_DIRECTORY: directory}).items():
         jax.config.update(name, value)
     # jax opens the directory once, at its first program, and does not tell which one is open: the

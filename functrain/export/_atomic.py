@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import IO
 
-from functrain.common._paths import absolute_path, errors_name_path, make_directory
+from functrain.common._paths import absolute_path, errors_name_path
 
 
 def require_free(path: str | os.PathLike[str], *, overwrite: bool) -> str:
@@ -27,7 +27,7 @@ def require_free(path: str | os.PathLike[str], *, overwrite: bool) -> str:
 @contextlib.contextmanager
 def atomic_write(target: str) -> Iterator[IO[bytes]]:
     """Yields a new file to write to, which gets its name at the end, or is removed on an error."""
-    make_directory(os.path.dirname(target))
+    os.makedirs(os.path.dirname(target), exist_ok=True)
     temporary = f"{target}.{os.urandom(4).hex()}.functrain-new"
     try:
         with errors_name_path(target), open(temporary, "wb") as file:

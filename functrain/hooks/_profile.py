@@ -6,7 +6,7 @@ import jax
 
 from functrain.common import _repr
 from functrain.common._checks import require_integer
-from functrain.common._paths import absolute_path, make_directory
+from functrain.common._paths import absolute_path
 from functrain.engine._trigger import at
 from functrain.loop._events import Event
 
@@ -50,7 +50,7 @@ class Profile:
 
     def begin(self) -> None:
         """Creates the directory: an unsuitable path fails before the first step."""
-        make_directory(self.directory)
+        os.makedirs(self.directory, exist_ok=True)
 
     def __call__(self, event: Event, /) -> None:
         """Begins or ends the trace."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from functrain.common._library import import_optional
-from functrain.common._paths import absolute_path, make_directory
+from functrain.common._paths import absolute_path
 from functrain.common._warnings import warn
 from functrain.hooks._logger import Line, Logger
 
@@ -65,7 +65,7 @@ class TensorBoard(Logger):
 
     def begin(self) -> None:
         """Creates the directory."""
-        make_directory(self.directory)
+        os.makedirs(self.directory, exist_ok=True)
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one event for each line."""

@@ -89,7 +89,8 @@ def require_batch_shapes(batch: PyTree) -> None:
     for path, x in _tree.leaves_with_path(batch):
         is_valid = _tree.is_array(x) and x.shape
         expected = "an array [B, ...] or its jax.ShapeDtypeStruct"
-        require(is_valid, f"batch: {path}", expected, x, error=TypeError)
+        advice = "Pass one batch, such as loader.batch(0, 0)."
+        require(is_valid, f"batch: {path}", expected, x, advice, error=TypeError)
 
 
 def _carry(
