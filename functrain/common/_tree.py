@@ -86,6 +86,12 @@ def format_spec(dtype: Any, shape: Iterable[Any]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"
 
 
+def signature(tree: PyTree) -> Any:
+    """Returns the structure, shapes and dtypes of a tree, hashable."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
+
+
 def differences(expected: PyTree, got: PyTree) -> list[str]:
     """Returns a line for each leaf that is missing, unexpected, or has another spec."""
     lines = spec_differences(_specs(expected), _specs(got))

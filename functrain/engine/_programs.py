@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from functrain import rewrites as _rewrites
+from functrain.common import _tree
 from functrain.common._platform import compiling_for
 from functrain.common._types import PyTree, traits_of
 from functrain.engine._guards import tracing_guards
@@ -234,6 +235,32 @@ def _attributes(owner: Any) -> dict[str, Any]:
 def compute_metrics(step: Any, metrics: PyTree) -> Any:
     """Computes the values of a step's metrics in one program; returns arrays on the device."""
     return cached_program(step, "compute", lambda get: jit(lambda m: get().values(m)))(metrics)
+
+
+def initial_metrics(step: Any, state: PyTree) -> PyTree:
+    """Returns the states of a step's metrics before the first batch; copy them for a program."""
+
+    def build(get_step: Callable[[], Any]) -> Program:
+        metrics = get_step().start(state).metrics
+        return lambda: metrics
+
+    return cached_program(step, ("initial metrics", _tree.signature(state)), build)()
+
+
+def metric_names(step: Any) -> frozenset[str]:
+    """Returns the names of the values that a step's metrics compute."""
+    names: Any = cached_program(
+        step, "metric names", lambda get: functools.cache(lambda: _trace_names(get()))
+    )
+    return frozenset(names())
+
+
+def _trace_names(step: Any) -> frozenset[str]:
+    with tracing_guards():
+        # In two steps: an init may return numbers, by which Python could not divide.
+        values = jax.eval_shape(step.metrics.compute, jax.eval_shape(step.metrics.init))
+    _tree.require_scalars(values)
+    return frozenset(path for path, _ in _tree.leaves_with_path(values))
 
 
 def _owner_of_step(step: Any, key: Hashable) -> tuple[Any, Hashable, Callable[[Any], Any]]:

@@ -7,14 +7,11 @@ import jax
 
 from functrain.common import _repr
 from functrain.common._checks import require
-from functrain.data._adapt import as_batches
-from functrain.engine._placement import ShardingArg, batch_sharding
+from functrain.engine._placement import ShardingArg
 from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Every, Trigger, as_trigger
-from functrain.loop._evaluate import active_members, evaluate_without_warning
+from functrain.loop._evaluate import Evaluation
 from functrain.loop._events import Event
-from functrain.loop._finite import warn_of_loss
-from functrain.loop._require import require_all_examples, require_eval_step
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 
@@ -72,23 +69,15 @@ class Evaluate:
         sharding: ShardingArg = None,
         jit: bool = True,
     ) -> None:
-        require_eval_step(step)
-        self.batches = as_batches(data)
-        mesh_sharding = batch_sharding(sharding)
-        require_all_examples(self.batches)
-        self.step = step
+        options: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
+        self.evaluation = Evaluation(step, data, fuse=fuse, **options)
+        self.step, self.batches = step, self.evaluation.batches
         self.data = self.batches.data
         self.every = as_trigger(every, Every(epochs=1))
         self.prefix = prefix
-        self.options: dict[str, Any] = {
-            "fuse": fuse,
-            "rewrites": rewrites,
-            "sharding": sharding,
-            "jit": jit,
-        }
         # A loss that stays NaN would otherwise warn in every epoch.
         self._has_warned = False
-        self.require_same_steps([mesh_sharding])
+        self.require_same_steps([self.evaluation.sharding])
 
     def __repr__(self) -> str:
         return _repr.call(self, data=self.data, every=self.every, prefix=self.prefix)
@@ -99,10 +88,9 @@ class Evaluate:
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
-        values = evaluate_without_warning(event.state, self.step, self.batches, **self.options)
+        values = self.evaluation.measure(event.state)
         if not self._has_warned:
-            active = active_members(event.state, self.step)
-            self._has_warned = warn_of_loss(values, active)
+            self._has_warned = self.evaluation.warn_of_loss(values, event.state)
         prefixed = {f"{self.prefix}{name}": value for name, value in values.items()}
         self.require_new(prefixed, event.values)
         event.values |= prefixed

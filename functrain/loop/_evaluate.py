@@ -1,16 +1,27 @@
 """Measures a state on data."""
 
+from collections.abc import Callable
 from typing import Any
+
+import jax
 
 from functrain.common import _tree
 from functrain.common._types import PyTree
 from functrain.common._values import to_values
 from functrain.data._adapt import as_batches
+from functrain.data._batches import batch_signature
 from functrain.engine import _placement
 from functrain.engine._chunks import chunks
-from functrain.engine._driver import Driver
+from functrain.engine._driver import Driver, copy_arrays
+from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import FuseArg, Plan
-from functrain.engine._programs import Kind, compute_metrics
+from functrain.engine._programs import (
+    Kind,
+    cached_program,
+    compute_metrics,
+    initial_metrics,
+    metric_names,
+)
 from functrain.engine._signals import DeferredSignals
 from functrain.loop._finite import warn_of_loss
 from functrain.loop._require import (
@@ -75,56 +86,111 @@ def evaluate(
       >>> evaluate(state, eval_step(loss_fn), ArrayLoader(np.arange(5.0), batch_size=2))
       {'loss': 2.0}
     """
-    values = evaluate_without_warning(
-        state, step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit
-    )
-    # The warning shows the line that called evaluate; its decorator is between.
-    warn_of_loss(values, active_members(state, step))
+    require_state(state)
+    evaluation = Evaluation(step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit)
+    evaluation.require_same_in_processes()
+    values = evaluation.measure(state)
+    evaluation.warn_of_loss(values, state)
     return values
 
 
-def active_members(state: PyTree, step: MeteredStep) -> Any:
-    """Returns `bool[N]`, False for stopped members of a population; None for a single state."""
-    return state.active if step.is_population else None
+class Evaluation:
+    """The arguments of an evaluation but for the state, checked once; those of `evaluate`."""
+
+    def __init__(
+        self,
+        step: MeteredStep,
+        data: Any,
+        *,
+        fuse: FuseArg = "auto",
+        rewrites: Mode = "auto",
+        sharding: _placement.ShardingArg = None,
+        jit: bool = True,
+    ) -> None:
+        require_eval_step(step)
+        self.step, self.batches, self.jit = step, as_batches(data), jit
+        self.sharding = _placement.batch_sharding(sharding)
+        self._fuse, self._rewrites = fuse, rewrites
+        step.require_data(self.batches.data, self.batches.name)
+        require_all_examples(self.batches)
+        # Padding and masking would not do: a loss returns only the mean over its batch, from which
+        # the padding cannot be removed, and batch statistics or contrastive losses depend on the
+        # whole batch. Computed whole on every device, the last batch is exact for every loss.
+        self._place = _placement.chunk_placer(self.sharding, replicates=True)
+
+    def require_same_in_processes(self) -> None:
+        """Raises ValueError unless all processes have the same data and arguments."""
+        _placement.require_same_run(self.batches, self.sharding, fuse=self._fuse)
+
+    def trace(self, state: PyTree, *, can_trace: bool = True) -> frozenset[str]:
+        """Traces the step with the first batch, so that its errors surface at once.
+
+        Nothing is computed, and a signature is traced only once. If the data can be iterated only
+        once, the next evaluation continues the pass whose first batch was fetched here.
+
+        Args:
+          state: A state, or its shapes.
+          can_trace: False only looks for a batch.
+
+        Returns:
+          The names of the values.
+        """
+        batch = self.batches.first()
+        require_batches(int(batch is not None), name=self.batches.name)
+        if not (self.jit and can_trace):
+            return metric_names(self.step)
+        shapes = [_tree.shapes(batch)]
+        if self.sharding is not None:
+            # A step may divide batches itself, as with jax.shard_map, and fail for a smaller last
+            # one.
+            known_shapes = map(_tree.shapes, self.batches.known_shapes())
+            shapes += [other for other in known_shapes if other != shapes[0]]
+        try:
+            for shape in shapes:
+                _trace(self.step, state, shape)
+        except Exception as error:
+            error.add_note(
+                f"The error was raised while the evaluation of {self.batches.name} was traced, "
+                "before the first step."
+            )
+            raise
+        return metric_names(self.step)
+
+    def measure(self, state: PyTree) -> dict[str, Any]:
+        """Returns the values of the metrics over all of the data."""
+        step, batches, signals = self.step, self.batches, DeferredSignals()
+        driver = Driver(step, EVALUATION, rewrites=self._rewrites, jit=self.jit, place=self._place)
+        metrics = _placement.replicate_beside(copy_arrays(initial_metrics(step, state)), state)
+        metrics = _placement.place_on_mesh(metrics, self.sharding)
+        driver.begin(metrics, _placement.place_on_mesh(state, self.sharding))
+        batches.begin(0)
+        steps, chip = 0, accelerator_of(state)
+        plan = Plan(self._fuse, intervals=lambda batch: [batches.full_steps], chip=chip)
+        for chunk in chunks(batches, plan):
+            driver.run(chunk)
+            steps += chunk.steps
+            # Of a fit, one of whose hooks this is.
+            signals.handle_pending()
+        require_batches(steps, name=batches.name)
+        values = compute_metrics(step, driver.carry)
+        # Members have one value each, which is not a scalar.
+        if not step.is_population:
+            _tree.require_scalars(values)
+        return to_values(values)
+
+    def warn_of_loss(self, values: dict[str, Any], state: PyTree) -> bool:
+        """Warns if the loss is not finite; returns True if it has warned."""
+        return warn_of_loss(values, state.active if self.step.is_population else None)
 
 
-def evaluate_without_warning(
-    state: PyTree,
-    step: MeteredStep,
-    data: Any,
-    *,
-    fuse: FuseArg = "auto",
-    rewrites: Mode = "auto",
-    sharding: _placement.ShardingArg = None,
-    jit: bool = True,
-) -> dict[str, Any]:
-    """Returns the values of `evaluate`, without its warning about a loss that is not finite."""
-    require_state(state)
-    require_eval_step(step)
-    mesh_sharding = _placement.batch_sharding(sharding)
-    batches = as_batches(data)
-    step.require_data(batches.data, batches.name)
-    require_all_examples(batches)
-    _placement.require_same_run(batches, mesh_sharding, fuse=fuse)
-    # Padding and masking would not do: a loss returns only the mean over its batch, from which the
-    # padding cannot be removed, and batch statistics or contrastive losses depend on the whole
-    # batch. Computed whole on every device, the last batch is exact for every loss and metric.
-    place = _placement.chunk_placer(mesh_sharding, replicates=True)
-    driver = Driver(step, EVALUATION, rewrites=rewrites, jit=jit, place=place)
-    metrics = _placement.replicate_beside(step.start(state).metrics, state)
-    metrics = _placement.place_on_mesh(metrics, mesh_sharding)
-    driver.begin(metrics, _placement.place_on_mesh(state, mesh_sharding))
-    steps, signals = 0, DeferredSignals()
-    batches.begin(0)
-    plan = Plan(fuse, intervals=lambda batch: [batches.full_steps], chip=accelerator_of(state))
-    for chunk in chunks(batches, plan):
-        driver.run(chunk)
-        steps += chunk.steps
-        # Of a fit, one of whose hooks this is.
-        signals.handle_pending()
-    require_batches(steps, name=batches.name)
-    values = compute_metrics(step, driver.carry)
-    # Members have one value each, which is not a scalar.
-    if not step.is_population:
-        _tree.require_scalars(values)
-    return to_values(values)
+def _trace(step: MeteredStep, state: PyTree, batch: PyTree) -> None:
+    """Traces a step, unless it was traced with these shapes before."""
+
+    def build(get_step: Callable[[], MeteredStep]) -> Callable[[], None]:
+        abstract_state = _placement.abstract_on_mesh(state, None)
+        with tracing_guards():
+            jax.eval_shape(lambda s, x: step(step.start(s), x), abstract_state, batch)
+        # What is cached is that there was no error.
+        return lambda: None
+
+    cached_program(step, ("trace", _tree.signature(state), batch_signature(batch)), build)

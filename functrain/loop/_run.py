@@ -13,6 +13,7 @@ from functrain.distributed._stopping import new_stop_agreement
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position
+from functrain.engine._programs import initial_metrics
 from functrain.engine._signals import DeferredSignals
 from functrain.engine._trigger import Trigger, longest_interval
 from functrain.loop._arguments import RunArguments, run_arguments
@@ -228,7 +229,7 @@ def begin_run(
     """
     batches, sharding, epochs = arguments.batches, arguments.sharding, arguments.epochs
     position, resumed = arguments.position, None
-    no_metrics = step.start(state).metrics if isinstance(step, MeteredStep) else None
+    no_metrics = initial_metrics(step, state) if isinstance(step, MeteredStep) else None
     owns_signals = signals is None
     signals = signals or signals_of_run(saving is not None)
     # If an error occurs before the first event, the checkpoint directory must be released again.
