@@ -37,7 +37,7 @@ FLOORS = [
     ["functrain.population"],
     ["functrain.trainer"],
     ["functrain"],
-    ["bridge._backend", "bridge._randomness"],
+    ["bridge._backend"],
     ["bridge.keras_private"],
     ["bridge.model"],
     ["bridge.optim"],

@@ -4,8 +4,7 @@ No other file of the package touches one. `tests/bridge/keras_private/` has a te
 which is the first to fail when a new Keras release moves it.
 
 Files:
-  trainer: what `compile` made of a model, and what its epochs report
-  trainer_state: where a model's values are while it trains
+  trainer: what `compile` made of a model, what its epochs report, where its values are
   data: the batches of everything that `fit` takes
   pipelines: the data that tasks of keras_hub prepare
   callbacks: the state of Keras's own callbacks, and the batches at which they act
@@ -24,5 +23,4 @@ from bridge.keras_private import metrics as metrics
 from bridge.keras_private import optimizers as optimizers
 from bridge.keras_private import pipelines as pipelines
 from bridge.keras_private import trainer as trainer
-from bridge.keras_private import trainer_state as trainer_state
 from bridge.keras_private import variables as variables

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,8 +12,6 @@ import numpy as np
 from keras.src.backend.jax.trainer import JAXEpochIterator
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-
-from bridge._randomness import random_state, set_random_state
 
 
 class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
@@ -290,3 +289,21 @@ def split_validation(arrays: Any, validation_split: float) -> tuple[Any, Any]:
         arrays, validation_split=validation_split
     )
     return training, validation
+
+
+def random_state() -> dict[str, Any]:
+    """Returns the states of NumPy's and Python's global generators, with which Keras shuffles.
+
+    Public names only.
+    """
+    version, words, next_gauss = random.getstate()
+    # A checkpoint stores arrays, not tuples of 625 integers.
+    python_state = [version, np.asarray(words, np.uint32), next_gauss]
+    return {"numpy": np.random.get_state(legacy=False), "python": python_state}
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restores the states that `random_state` returned. Public names only."""
+    np.random.set_state(state["numpy"])
+    version, words, next_gauss = state["python"]
+    random.setstate((version, tuple(words.tolist()), next_gauss))

@@ -51,13 +51,3 @@ def all_layers(layer: keras.Layer) -> list[Any]:
     needs a recursion.
     """
     return list(layer._flatten_layers())
-
-
-def forget_losses(layer: keras.Layer) -> None:
-    """Drops the losses that a failed `fit` left behind.
-
-    Clears `Layer._losses_override`; checked with Keras 3.15.1, which fills it during a train step
-    and empties it only if the step succeeds. Without it `layer.losses` returns dead tracers
-    of that step in place of this call's losses.
-    """
-    layer._losses_override.clear()

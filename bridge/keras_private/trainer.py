@@ -1,4 +1,4 @@
-"""The parts that `compile` makes, and the metrics that epochs report."""
+"""The parts that `compile` makes, the metrics that epochs report, and values in training."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import keras
 
 from bridge.keras_private.optimizers import atomic_build
-from bridge.keras_private.trainer_state import reattach
 
 
 def is_trainer(model: Any) -> bool:
@@ -99,3 +98,28 @@ def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
     Calls `Trainer._flatten_metrics_in_order`; checked with Keras 3.15.1.
     """
     return model._flatten_metrics_in_order(logs)
+
+
+def reattach(model: keras.Model) -> None:
+    """Gives a model the values that a loop of Keras's has left beside it.
+
+    Reads and sets `JAXTrainer._jax_state` and `_jax_state_synced`, and calls `jax_state_sync`;
+    checked with Keras 3.15.1. Without it a model whose `predict` or `evaluate` was interrupted has
+    no values, and those of an earlier `train_on_batch` come back after one that has failed.
+    """
+    lists = getattr(model, "_jax_state", None)
+    is_needed = any(v._value is None for v in model.variables)
+    if lists and is_needed and not any(x.is_deleted() for x in keras.tree.flatten(lists)):
+        model.jax_state_sync()
+    # Setting the attributes through Keras's __setattr__ would track every list.
+    vars(model).update(_jax_state=None, _jax_state_synced=True)
+
+
+def forget_losses(model: keras.Layer) -> None:
+    """Drops the losses that a failed `fit` left behind.
+
+    Clears `Layer._losses_override`; checked with Keras 3.15.1, which fills it during a train step
+    and empties it only if the step succeeds. Without it `layer.losses` returns dead tracers
+    of that step in place of this call's losses.
+    """
+    model._losses_override.clear()

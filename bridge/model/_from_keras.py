@@ -113,7 +113,7 @@ def _call(
     model: keras.Layer, inputs: PyTree, training: bool
 ) -> tuple[PyTree, tuple[jax.Array, ...]]:
     # A step that failed in `fit` leaves its losses behind, which are tracers.
-    keras_private.layers.forget_losses(model)
+    keras_private.trainer.forget_losses(model)
     takes_training = "training" in inspect.signature(model.call).parameters
     outputs = model(inputs, training=training) if takes_training else model(inputs)
     return outputs, tuple(map(_scalar, model.losses))

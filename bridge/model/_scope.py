@@ -39,7 +39,7 @@ class Scope(keras.StatelessScope):  # type: ignore[misc]  # keras has no types
         """Returns the value that a variable has inside the scope; None if that is its own."""
         value = super().get_current_value(variable)
         constants = _constants.get()
-        (own_value,) = keras_private.trainer_state.read([variable])
+        (own_value,) = keras_private.variables.read([variable])
         # A variable without a value was created in the trace, or raises. A metric that is
         # updated in a layer's `call` has a traced one.
         has_value = own_value is not None and not isinstance(own_value, jax.core.Tracer)

@@ -175,7 +175,7 @@ class Wrapped:
             values = [v.value for v in copy.variables]
         # The copy is kept: its variables must hold neither tracers nor memory.
         for variable in (*copy.variables, *stand_ins):
-            keras_private.variables.swap_value(variable, None)
+            keras_private.variables.write([variable], [None])
         leaf_index = dict(zip(leaves, range(len(leaves)), strict=True))
         # For each stand-in, the index of its leaf in the params.
         order = [leaf_index[path] for path in model_variables]

@@ -9,7 +9,6 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge._randomness import random_state, set_random_state
 from functrain.internal import (
     Batches,
     Chunk,
@@ -133,7 +132,7 @@ class KerasBatches(Batches):
         keras_private.data.restore_position(self.data, state["place"])
         if state["place"]["fetched"]:
             # A pass that began in an earlier epoch was drawn again, up to this one, just now.
-            state = {**state, "first": random_state()}
+            state = {**state, "first": keras_private.data.random_state()}
         self._resume_state = state
         return []
 
@@ -149,13 +148,13 @@ class KerasBatches(Batches):
         """
         # The callbacks and the layers have drawn since the epoch began. So the order is drawn from
         # the state at its begin, and the current state is put back.
-        current_state = random_state()
+        current_state = keras_private.data.random_state()
         if resume_state["first"] is not None:
-            set_random_state(resume_state["first"])
+            keras_private.data.set_random_state(resume_state["first"])
         keras_private.data.skip(items, batches)
         # A batch that was fetched before the checkpoint must be drawn from that state as well.
         fetched_ahead = list(itertools.islice(items, resume_state["ahead"]))
-        set_random_state(current_state)
+        keras_private.data.set_random_state(current_state)
         return itertools.chain(fetched_ahead, items)
 
     def _signature(self, item: KerasBatch) -> Any:

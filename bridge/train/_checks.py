@@ -160,7 +160,7 @@ def require_evaluation(
             f"No step was taken. Its test_step raised:\n{error}"
         ) from error
     finally:
-        keras_private.layers.forget_losses(model)
+        keras_private.trainer.forget_losses(model)
 
 
 def _array_shapes(batches: Batches) -> tuple[PyTree, PyTree]:

@@ -9,7 +9,6 @@ from typing import Any
 import keras
 
 from bridge import keras_private
-from bridge._randomness import random_state, set_random_state
 from bridge.state._keras_state import variable_paths
 from bridge.train._loggers import LoggerCallback
 from functrain import CheckpointMismatchError
@@ -33,22 +32,18 @@ class Memory:
         resumable = filter(_has_state, callbacks.callbacks)
         default_key = keras_private.callbacks.default_key
         self._callbacks = by_identity(resumable, "callbacks", default_key=default_key)
-        self._saved: dict[str, Any] | None = None
+        self._saved: dict[str, Any] = {}
         self.is_pending = False
 
     def state(self) -> dict[str, Any]:
         """Returns what to save."""
-        states: dict[str, Any] = {}
-        for name, callback in self._callbacks.items():
-            state = _state(callback)
-            if state:
-                states[name] = state
+        states = {name: _state(callback) for name, callback in self._callbacks.items()}
         # The paths tell models apart whose lists of variables have equal shapes.
         return {
             "names": _comparable_paths(self._model),
-            "callbacks": states,
+            "callbacks": {name: state for name, state in states.items() if state},
             "seed": keras_private.variables.global_seed(),
-            "randomness": random_state(),
+            "randomness": keras_private.data.random_state(),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -98,23 +93,18 @@ class Memory:
             keras_private.callbacks.restore(callback, state)
             if "own" in state and not isinstance(callback, LoggerCallback):
                 callback.restore(state["own"])
-        saved = self._require_saved()
-        keras_private.variables.set_global_seed(saved["seed"])
-        set_random_state(saved["randomness"])
+        keras_private.variables.set_global_seed(self._saved["seed"])
+        keras_private.data.set_random_state(self._saved["randomness"])
         self.is_pending = False
 
     def missing_callbacks(self) -> list[str]:
         """Returns the names of callbacks in the checkpoint that this fit does not have."""
-        return sorted(self._require_saved()["callbacks"].keys() - self._callbacks.keys())
+        return sorted(self._saved["callbacks"].keys() - self._callbacks.keys())
 
     def _saved_states(self) -> list[tuple[Any, dict[str, Any]]]:
         """Returns the callbacks that have a state in the checkpoint, each with that state."""
-        saved = self._require_saved()["callbacks"]
+        saved = self._saved["callbacks"]
         return [(x, saved[name]) for name, x in self._callbacks.items() if name in saved]
-
-    def _require_saved(self) -> dict[str, Any]:
-        assert self._saved is not None, "restore comes first"
-        return self._saved
 
 
 def _comparable_paths(model: keras.Model) -> list[str]:

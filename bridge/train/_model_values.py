@@ -16,7 +16,7 @@ _FIELDS = {
     "test": ("trainable", "non_trainable", "metrics"),
     "predict": ("trainable", "non_trainable"),
 }
-_read, _write = keras_private.trainer_state.read, keras_private.trainer_state.write
+_read, _write = keras_private.variables.read, keras_private.variables.write
 
 
 class ModelValues:
@@ -39,7 +39,7 @@ class ModelValues:
         self.are_in_model = True
         # The run's state, while the variables have the values.
         self._state: KerasState | None = None
-        keras_private.trainer_state.reattach(model)
+        keras_private.trainer.reattach(model)
         self._find_variables()
 
     def read(self) -> KerasState:
@@ -81,7 +81,7 @@ class ModelValues:
         """Puts a state into the variables: from here on, they have the values."""
         _write(self._variables, _arrays(state))
         self.are_in_model, self._state = True, state
-        keras_private.layers.forget_losses(self._model)
+        keras_private.trainer.forget_losses(self._model)
 
     def restore(self, last_complete_state: Callable[[], KerasState | None]) -> bool:
         """Puts values into all variables, however a run has ended.
@@ -94,13 +94,13 @@ class ModelValues:
         """
         if self.are_in_model:
             # A loop of Keras's that a callback called may have failed.
-            keras_private.trainer_state.reattach(self._model)
+            keras_private.trainer.reattach(self._model)
         state = None
         if not self.are_in_model or self._has_lost_values():
             state = last_complete_state()
         if state is not None:
             self.push(state)
-        keras_private.layers.forget_losses(self._model)
+        keras_private.trainer.forget_losses(self._model)
         return not self._has_lost_values()
 
     def _find_variables(self) -> None:

@@ -63,15 +63,6 @@ def test_metrics_has_those_of_attributes_and_not_those_of_compile():
     assert keras_private.layers.own_metrics(model) == [model.mean]
 
 
-def test_losses_override_hides_the_losses_of_a_call():
-    layer = layers.Dense(1, kernel_regularizer="l2")
-    layer.build((None, 3))
-    layer._losses_override.append("left behind")
-    assert layer.losses == ["left behind"]
-    keras_private.layers.forget_losses(layer)
-    assert float(layer.losses[0]) > 0
-
-
 def test_flatten_layers_has_each_layer_once_and_the_model_itself():
     shared = layers.Dense(3)
     model = keras.Sequential([keras.Input((3,)), keras.Sequential([shared]), shared])

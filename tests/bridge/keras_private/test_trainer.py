@@ -6,6 +6,7 @@ import itertools
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 from bridge import keras_private
@@ -66,3 +67,39 @@ def test_the_owner_of_a_step_is_another_object_after_compile():
         assert keras_private.trainer.owner_of_step(model, "train") is before
         model.compile("adam", "mae", metrics=["mse"])
         assert keras_private.trainer.owner_of_step(model, "train") is not before
+
+
+def test_losses_override_hides_the_losses_of_a_call():
+    layer = layers.Dense(1, kernel_regularizer="l2")
+    layer.build((None, 3))
+    layer._losses_override.append("left behind")
+    assert layer.losses == ["left behind"]
+    keras_private.trainer.forget_losses(layer)
+    assert float(layer.losses[0]) > 0
+
+
+def test_values_that_a_failed_predict_left_beside_the_model_come_back() -> None:
+    model = compiled()
+    keras_private.trainer.build_from(model, epochs())
+    before = model.get_weights()
+
+    class Fails(keras.callbacks.Callback):
+        def on_predict_batch_end(self, batch, logs=None):
+            raise RuntimeError("the disk is full")
+
+    with pytest.raises(RuntimeError, match="the disk is full"):
+        model.predict(np.ones((4, 3), np.float32), verbose=0, callbacks=[Fails()])
+    assert keras_private.variables.read(model.trainable_variables)[0] is None
+    keras_private.trainer.reattach(model)
+    np.testing.assert_array_equal(model.get_weights()[0], before[0])
+
+
+def test_values_of_an_earlier_batch_are_forgotten() -> None:
+    model = compiled()
+    model.train_on_batch(np.ones((4, 3)), np.ones((4, 2)))
+    model._jax_state_synced = False  # as after a train_on_batch that failed
+    model.set_weights([np.full_like(x, 7) for x in model.get_weights()])
+    keras_private.trainer.reattach(model)
+    keras.callbacks.Callback().set_model(model)
+    model.jax_state_sync()
+    assert (model.get_weights()[0] == 7).all()

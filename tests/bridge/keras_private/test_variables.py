@@ -4,6 +4,7 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from bridge import keras_private
 del bridge
 
 
-def test_value_of_a_variable_can_be_swapped():
-    variable = keras.Variable(np.zeros(2))
-    before = keras_private.variables.swap_value(variable, np.ones(2))
-    np.testing.assert_array_equal(variable.value, np.ones(2))
-    keras_private.variables.swap_value(variable, before)
-    np.testing.assert_array_equal(variable.value, np.zeros(2))
+def test_values_are_moved_without_a_copy() -> None:
+    variable = keras.Variable([1.0, 2.0])
+    (value,) = keras_private.variables.read([variable])
+    assert value is variable.value
+    keras_private.variables.write([variable], [None])
+    assert keras_private.variables.read([variable]) == [None]
+    new = jnp.ones(2)
+    keras_private.variables.write([variable], [new])
+    assert variable.value is new
 
 
 def test_other_values_of_variables_are_put_back_after_an_error():
