@@ -37,12 +37,9 @@ from functrain.engine._driver import copy_arrays as copy_arrays
 from functrain.engine._guards import add_guard as add_guard
 from functrain.engine._placement import chunk_placer as chunk_placer
 from functrain.engine._plan import FuseArg as FuseArg
-from functrain.engine._plan import Plan as Plan
 from functrain.engine._plan import nbytes as nbytes
-from functrain.engine._plan import prediction_interval as prediction_interval
 from functrain.engine._plan import require_fuse as require_fuse
 from functrain.engine._signals import DeferredSignals as DeferredSignals
-from functrain.engine._trigger import longest_interval as longest_interval
 from functrain.hooks._hook import by_identity as by_identity
 from functrain.hooks._hook import is_resumable as is_resumable
 from functrain.hooks._logger import Logger as Logger
@@ -53,6 +50,7 @@ from functrain.loop._events import LateLogs as LateLogs
 from functrain.loop._events import fetch_rows as fetch_rows
 from functrain.loop._events import row_of_step as row_of_step
 from functrain.loop._predict import fetch_outputs as fetch_outputs
+from functrain.loop._predict import prediction_plan as prediction_plan
 from functrain.loop._run import Run as Run
 from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving

@@ -88,41 +88,33 @@ def _state_names(callback: Any) -> list[str]:
     return names
 
 
-def action_interval(callback: Any) -> int | None:
-    """Returns after how many batches each a callback of Keras's acts on the model or on time.
-
-    Reads `update_freq` and `write_steps_per_second` of TensorBoard, which are public, and
-    `_batches_seen_since_last_saving` of ModelCheckpoint, BackupAndRestore and OrbaxCheckpoint,
-    the only callbacks with a `save_freq` in batches; checked with Keras 3.15.1. None if it ignores
-    batches, or needs nothing but the logs of each batch.
-    """
-    if isinstance(callback, keras.callbacks.TensorBoard):
-        if callback.update_freq == "epoch":
-            return None
-        # To write steps per second, TensorBoard measures the time of every single batch.
-        return 1 if callback.write_steps_per_second else int(callback.update_freq)
-    # A callback of the user's may have a `save_freq` that means something else.
-    interval = getattr(callback, "save_freq", "epoch")
-    counts_batches = hasattr(callback, "_batches_seen_since_last_saving")
-    # Keras saves at every batch if `save_freq` is 0 or False.
-    return max(1, int(interval)) if counts_batches and isinstance(interval, int) else None
-
-
 def batches_until_action(callback: Any) -> int | None:
-    """Returns in how many batches a callback of Keras's acts next; None if never.
+    """Returns in how many batches a callback of Keras's next acts on the model; None if never.
 
-    Reads `_batches_seen_since_last_saving` as `action_interval` does, and `_global_train_batch`,
+    Reads `_batches_seen_since_last_saving` of ModelCheckpoint, BackupAndRestore and
+    OrbaxCheckpoint, the only callbacks with a `save_freq` in batches, and `_global_train_batch`,
     `_should_trace`, `_start_batch` and `_stop_batch` of TensorBoard; checked with Keras 3.15.1.
     Without it they save, record and profile the model as it is at the end of a chunk.
     """
-    interval = action_interval(callback)
-    if not isinstance(callback, keras.callbacks.TensorBoard):
-        return interval and max(1, interval - callback._batches_seen_since_last_saving)
-    batches_seen = int(callback._global_train_batch)
-    due = [interval - batches_seen % interval] if interval else []
-    if callback._should_trace:
+    if isinstance(callback, keras.callbacks.TensorBoard):
+        return _batches_until_record(callback)
+    interval = getattr(callback, "save_freq", "epoch")
+    # A callback of the user's may have a `save_freq` that means something else.
+    if not hasattr(callback, "_batches_seen_since_last_saving") or not isinstance(interval, int):
+        return None
+    # Keras saves at every batch if `save_freq` is 0 or False.
+    return max(1, interval - callback._batches_seen_since_last_saving)
+
+
+def _batches_until_record(board: Any) -> int | None:
+    batches_seen, due = int(board._global_train_batch), []
+    if board.update_freq != "epoch":
+        # To write steps per second, TensorBoard measures the time of every single batch.
+        interval = 1 if board.write_steps_per_second else int(board.update_freq)
+        due.append(interval - batches_seen % interval)
+    if board._should_trace:
         # A chunk has to end before the first profiled batch, and after the last one.
-        for batch in (callback._start_batch - 1, callback._stop_batch):
+        for batch in (board._start_batch - 1, board._stop_batch):
             if batch > batches_seen:
                 due.append(batch - batches_seen)
     return min(due, default=None)

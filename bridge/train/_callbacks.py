@@ -4,7 +4,7 @@ import contextlib
 import os
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -60,59 +60,50 @@ class BatchCallbacks:
       callbacks: Keras's list.
       kind: "train", "test" or "predict".
       quiet: Do not show the progress bar, as Keras does not for an evaluation within `fit`.
+
+    Attributes:
+      bars: The progress bars.
+      acting: The callbacks that are called at batches, and may change the model.
+      fusible: True if "auto" may fuse: no callback might have to act on every step.
     """
 
     def __init__(self, callbacks: Any, kind: str, *, quiet: bool = False) -> None:
         self._begin_method, self._end_method = _METHODS[kind][:2]
         self._kind = kind
-        self._bars: list[Any] = []
-        self._acting_callbacks: list[Any] = []
+        self.bars: list[Any] = []
+        self.acting: list[Any] = []
+        self.fusible = True
         # A list of another class may do anything in its methods, so it counts as one callback.
         is_keras_list = type(callbacks) is keras.callbacks.CallbackList
         for callback in callbacks.callbacks if is_keras_list else [callbacks]:
             if type(callback) is keras.callbacks.ProgbarLogger:
-                self._bars += [] if quiet else [callback]
-            elif self._acts_on_batches(callback):
-                self._acting_callbacks.append(callback)
+                self.bars += [] if quiet else [callback]
+            else:
+                self._add(callback)
         # The outputs of the steps in one execution of a prediction, which has one batch event.
         self._outputs: list[PyTree] = []
-        # The latest chunk, until the progress bars show it.
-        self._unshown_chunk: ChunkEnd | None = None
 
-    def _acts_on_batches(self, callback: Any) -> bool:
-        if not any(_overrides(callback, name) for name in _METHODS[self._kind]):
-            return False
+    def _add(self, callback: Any) -> None:
+        """Adds a callback if it acts on batches."""
+        names = _METHODS[self._kind]
+        # None for an attribute that is no plain method.
+        functions = {getattr(getattr(callback, name), "__func__", None) for name in names}
+        if functions == {getattr(keras.callbacks.Callback, name) for name in names}:
+            return
         # A user's method may do anything; what Keras's methods do is known.
-        is_known = _has_keras_batch_methods(callback, self._kind)
-        return not (is_known and keras_private.callbacks.ignores_batches(callback))
-
-    @property
-    def may_change_model(self) -> bool:
-        """Returns True if callbacks are called at batches that may change the model."""
-        return bool(self._acting_callbacks)
-
-    @property
-    def fusible(self) -> bool:
-        """Returns True if "auto" may fuse: no callback might have to act on every step."""
-        return all(map(self._is_chunk_safe, self._acting_callbacks))
-
-    def _is_chunk_safe(self, callback: Any) -> bool:
-        # Users set this in callbacks that may be called when their chunk is over.
-        if getattr(callback, "chunk_safe", False):
-            return True
-        return _has_keras_batch_methods(callback, self._kind) and not _may_end_at_batch(callback)
+        is_known = _KERAS_METHODS.issuperset(functions)
+        if is_known and keras_private.callbacks.ignores_batches(callback):
+            return
+        self.acting.append(callback)
+        # Users set `chunk_safe` in callbacks that may be called when their chunk is over.
+        is_safe = is_known and not _may_end_at_batch(callback)
+        self.fusible &= is_safe or bool(getattr(callback, "chunk_safe", False))
 
     def steps_until_action(self) -> int | None:
         """Returns in how many steps a callback next saves or records the model; None if never."""
-        return self._smallest(keras_private.callbacks.batches_until_action)
-
-    def action_interval(self) -> int | None:
-        """Returns how many steps there are from one such action to the next."""
-        return self._smallest(keras_private.callbacks.action_interval)
-
-    def _smallest(self, count_batches: Callable[[Any], int | None]) -> int | None:
         # Evaluations and predictions save and record nothing at single batches.
-        counts = map(count_batches, self._acting_callbacks if self._kind == "train" else [])
+        callbacks = self.acting if self._kind == "train" else []
+        counts = map(keras_private.callbacks.batches_until_action, callbacks)
         return min((count for count in counts if count is not None), default=None)
 
     def begin_batch(self, batch: int | None) -> None:
@@ -122,17 +113,11 @@ class BatchCallbacks:
     def end_chunk(self, event: ChunkEnd) -> None:
         """Calls the methods that end batches, after the program of their chunk was dispatched."""
         # Fetching the rows waits for the device, so it is done only if a callback needs them.
-        if self._acting_callbacks:
+        if self.acting:
             self._replay(event.batch_info, fetch_rows(event.rows, event.steps))
-        if self._bars:
-            self.update_progress_bars()
-            self._unshown_chunk = event
 
-    def update_progress_bars(self) -> None:
-        """Shows the last batch of a chunk that has not been shown yet."""
-        event, self._unshown_chunk = self._unshown_chunk, None
-        if event is None:
-            return
+    def show_progress(self, event: ChunkEnd) -> None:
+        """Shows the last batch of a chunk that has run."""
         ends = [i for i, events in enumerate(event.batch_info) if events.end is not None]
         if not ends:
             return
@@ -140,7 +125,7 @@ class BatchCallbacks:
         # The outputs of a prediction are large, and the bar does not show them.
         if self._kind != "predict":
             logs = row_of_step(fetch_rows(event.rows, event.steps), ends[-1])
-        for bar in self._bars:
+        for bar in self.bars:
             end_batch = getattr(bar, self._end_method)
             end_batch(event.batch_info[ends[-1]].end, logs=keras_private.callbacks.as_floats(logs))
 
@@ -159,7 +144,7 @@ class BatchCallbacks:
 
         Keras would not have run the rest of the chunk, so it is not reported.
         """
-        if self._kind != "train" or not any(map(_may_end_at_batch, self._acting_callbacks)):
+        if self._kind != "train" or not any(map(_may_end_at_batch, self.acting)):
             return False
         loss = keras_private.callbacks.as_floats(logs).get("loss")
         return loss is not None and not np.all(np.isfinite(loss))
@@ -178,7 +163,7 @@ class BatchCallbacks:
         if batch is None:
             return
         logs = keras_private.callbacks.as_floats(logs)
-        for callback in self._acting_callbacks:
+        for callback in self.acting:
             getattr(callback, method)(batch, logs=logs)
 
 
@@ -207,18 +192,3 @@ def write_in_first_process(callbacks: Any) -> Iterator[None]:
 def _may_end_at_batch(callback: Any) -> bool:
     """Returns True if a callback of Keras's may end training at any batch."""
     return isinstance(callback, keras.callbacks.TerminateOnNaN)
-
-
-def _overrides(callback: Any, method: str) -> bool:
-    """Returns True if a callback overrides a method of `keras.callbacks.Callback`."""
-    return _function(callback, method) is not getattr(keras.callbacks.Callback, method)
-
-
-def _has_keras_batch_methods(callback: Any, kind: str) -> bool:
-    """Returns True if all batch methods are those of classes in `keras.callbacks`."""
-    return all(_function(callback, method) in _KERAS_METHODS for method in _METHODS[kind])
-
-
-def _function(callback: Any, method: str) -> Any:
-    """Returns the function of a method; None if it is not a plain method."""
-    return getattr(getattr(callback, method), "__func__", None)

@@ -49,7 +49,7 @@ class KerasHook:
 
     Attributes:
       calls: The batch methods of the callbacks.
-      late_logs: The logs that loggers of functrain among the callbacks of a fit read.
+      late_logs: The logs that progress bars and the loggers of functrain show, one chunk late.
       values: The model's values.
       finalizes: True if the optimizer may overwrite the weights with its averages after the run.
       logs: The values of the last epoch.
@@ -70,8 +70,9 @@ class KerasHook:
         self.memory, self.evaluation = memory, evaluation
         self.calls = BatchCallbacks(callbacks, kind, quiet=quiet)
         # The evaluations of a fit share its callbacks, and the fit alone passes logs to loggers.
-        loggers = loggers_among(callbacks) if kind == "train" else []
-        self.late_logs = LateLogs(*[logger.take for logger in loggers])
+        receivers = [x.take for x in loggers_among(callbacks)] if kind == "train" else []
+        receivers += [self.calls.show_progress] if self.calls.bars else []
+        self.late_logs = LateLogs(*receivers)
         self.values = ModelValues(model, kind)
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
@@ -217,7 +218,7 @@ class KerasHook:
         for events in event.batch_info:
             self._steps_in_execution = self._steps_in_execution + 1 if events.end is None else 0
         self.calls.end_chunk(event)
-        if self.calls.may_change_model:
+        if self.calls.acting:
             self.values.update(event)
         self._stop_if_asked(event)
 
@@ -231,7 +232,6 @@ class KerasHook:
         if not self._has_begun_batch:
             self.calls.begin_batch(self.batches.data.missing)
         self._has_begun_batch = False
-        self.calls.update_progress_bars()
         if self.kind != "predict":
             self.logs = self._epoch_logs(event)
         if self.kind == "train":

@@ -23,7 +23,6 @@ from functrain.internal import (
     DeferredSignals,
     FuseArg,
     Mode,
-    Plan,
     PyTree,
     Run,
     RunArguments,
@@ -31,9 +30,8 @@ from functrain.internal import (
     accelerator_of,
     begin_run,
     fetch_outputs,
-    longest_interval,
     nbytes,
-    prediction_interval,
+    prediction_plan,
     signals_of_run,
     warn,
 )
@@ -184,36 +182,25 @@ def _begin(
         fuse = int(model.steps_per_execution)
     elif fuse == "auto" and not hook.calls.fusible:
         fuse = 1
-    # The plan keeps its functions, and must not keep the model's arrays in memory.
-    state_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
-
-    def row_bytes(batch: PyTree) -> int:
-        """Returns the size of a step's outputs: those of a whole chunk are in memory together."""
-        predicts = kind == "predict" and is_jitted
-        return nbytes(step.output_shapes(state_shapes, batch)) if predicts else 0
-
-    def intervals(batch: PyTree) -> list[int | None]:
-        """Returns the steps between pauses (epochs, callbacks, saves), for the choice of K."""
+    elif not is_jitted:
         # Uncompiled steps gain nothing from a chunk, and an error would lose those before it.
-        if not is_jitted:
-            return [1]
-        steps = batches.full_steps
-        if kind == "predict" and fuse == "auto":
-            steps = prediction_interval(steps)
-        saving_interval = None if saving is None else longest_interval([saving.trigger])
-        return [steps, hook.calls.action_interval(), saving_interval]
-
-    plan = Plan(
-        fuse,
-        state_bytes=nbytes(state),
-        row_bytes=row_bytes,
-        intervals=intervals,
-        chip=accelerator_of(state),
-    )
+        fuse = 1
+    plan = None
+    if kind == "predict" and is_jitted:
+        # The plan keeps its functions, and must not keep the model's arrays in memory.
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+        plan = prediction_plan(
+            fuse,
+            batches,
+            row_bytes=lambda batch: nbytes(step.output_shapes(shapes, batch)),
+            chip=accelerator_of(state),
+            state_bytes=nbytes(state),
+        )
     arguments = RunArguments(
         batches=batches,
         epochs=epochs,
         position=Position(0, first_epoch),
+        fuse=fuse,
         boundaries=(hook,),
         rewrites=options.rewrites,
         jit=is_jitted,

@@ -1,6 +1,6 @@
 """Collects a model's outputs on data."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from functrain.loop._require import require_all_examples, require_batches, requi
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit
 from functrain.step._eval import check_predict_step
-from functrain.targets._chips import accelerator_of
+from functrain.targets._chips import Chip, accelerator_of
 
 # The carry is empty, and the state a constant beside it: it is neither copied nor returned.
 PREDICTION = Kind(
@@ -85,13 +85,10 @@ def predict(
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
     driver.begin((), _placement.place_on_mesh(state, mesh_sharding))
 
-    plan = Plan(
+    plan = prediction_plan(
         fuse,
-        # The outputs of all K batches are in memory at once, beside the inputs.
+        batches,
         row_bytes=lambda batch: _row_bytes(step, state, batch) if jit else 0,
-        intervals=lambda batch: [
-            prediction_interval(batches.full_steps) if fuse == "auto" else batches.full_steps
-        ],
         chip=accelerator_of(state),
     )
     signals = DeferredSignals()
@@ -112,6 +109,27 @@ def predict(
     parts = fetch_outputs(dispatched())
     require_batches(len(parts))
     return jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts)
+
+
+def prediction_plan(
+    fuse: FuseArg,
+    batches: Batches,
+    *,
+    row_bytes: Callable[[PyTree], int],
+    chip: Chip | None,
+    state_bytes: int = 0,
+) -> Plan:
+    """Returns the plan of a prediction, which needs several programs, and room for all outputs."""
+    return Plan(
+        fuse,
+        state_bytes=state_bytes,
+        # The outputs of all K batches are in memory at once, beside the inputs.
+        row_bytes=row_bytes,
+        intervals=lambda batch: [
+            prediction_interval(batches.full_steps) if fuse == "auto" else batches.full_steps
+        ],
+        chip=chip,
+    )
 
 
 def fetch_outputs(dispatched: Iterable[tuple[PyTree, int]]) -> list[PyTree]:

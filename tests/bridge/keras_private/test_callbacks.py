@@ -26,8 +26,6 @@ def test_batches_seen_since_last_saving_counts_to_save_freq(tmp_path):
     assert found == [3, 2, 1, 3]
     epochly = keras.callbacks.BackupAndRestore(tmp_path / "backup")
     assert keras_private.callbacks.batches_until_action(epochly) is None
-    assert keras_private.callbacks.action_interval(save) == 3
-    assert keras_private.callbacks.action_interval(epochly) is None
     assert [keras_private.callbacks.ignores_batches(x) for x in (save, epochly)] == [False, True]
 
 
@@ -45,10 +43,10 @@ def test_tensorboard_counts_batches_and_knows_which_it_profiles(tmp_path):
         board.on_train_batch_end(batch, {})
     assert found == [2, 1, 2, 1, 2, 1, 2]
     epochly = keras.callbacks.TensorBoard(tmp_path)
-    assert keras_private.callbacks.batches_until_action(epochly) is None
     timing = keras.callbacks.TensorBoard(tmp_path, update_freq=4, write_steps_per_second=True)
     boards = board, epochly, timing
-    assert [keras_private.callbacks.action_interval(x) for x in boards] == [4, None, 1]
+    until_action = [keras_private.callbacks.batches_until_action(x) for x in boards]
+    assert until_action == [1, None, 1]
     assert [keras_private.callbacks.ignores_batches(x) for x in boards] == [False, True, False]
 
 

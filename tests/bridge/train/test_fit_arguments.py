@@ -144,7 +144,7 @@ def test_a_fit_within_jit_is_told_that_it_runs_on_the_host() -> None:
 
 
 def test_lists_of_numbers_are_refused_in_a_line() -> None:
-    with pytest.raises(TypeError, match=r"y: .* a list of \d numbers.*np\.asarray") as error:
+    with pytest.raises(TypeError, match=r"y: .* a list of .*np\.asarray") as error:
         bridge.fit(compiled(), X, Y.tolist() * 2000)
     assert len(str(error.value)) < 200
 

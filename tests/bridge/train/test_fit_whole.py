@@ -13,7 +13,7 @@ import numpy as np
 import optax
 import pytest
 
-from bridge.train import _runs
+from functrain.loop import _run
 from tests.bridge.fitting import X, Y, assert_same, fit, fresh, values
 
 
@@ -107,8 +107,8 @@ def test_of_a_program_that_fails_on_the_device_the_error_says_what_is_lost() -> 
 
 def test_k_minds_the_slots_of_the_optimizer(monkeypatch) -> None:
     seen = []
-    plan = _runs.Plan
-    monkeypatch.setattr(_runs, "Plan", lambda *a, **how: seen.append(how) or plan(*a, **how))
+    plan = _run.Plan
+    monkeypatch.setattr(_run, "Plan", lambda *a, **how: seen.append(how) or plan(*a, **how))
     model = fresh()
     fit(model, epochs=1)
     held = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
