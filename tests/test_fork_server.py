@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 from types import ModuleType
@@ -63,32 +62,6 @@ print(jax.device_count(), jax.numpy.arange(3.0).sum())
             [sys.executable, "-c", code], env=env, capture_output=True, text=True
         )
         assert done.stdout.split() == [str(count), "3.0"], done.stderr
-
-
-def test_it_is_signalled_and_waited_for_as_a_subprocess_is() -> None:
-    code = (
-        "import signal, time; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "print('ready', flush=True); time.sleep(60)"
-    )
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        with fork_server.Popen(
-            [sys.executable, "-c", code],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            assert process.poll() is None
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.01)
-            process.send_signal(number)
-            process.communicate(timeout=60)
-            assert process.poll() == process.returncode == -number
-    with pytest.raises(subprocess.TimeoutExpired):
-        fork_server.run([sys.executable, "-c", code], timeout=0.1)
-    with pytest.raises(subprocess.CalledProcessError):
-        fork_server.run([sys.executable, "-c", "1 / 0"], check=True, stderr=subprocess.DEVNULL)
 
 
 def test_what_it_would_take_no_notice_of_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,18 +195,3 @@ def test_public_names_are_documented_with_an_example() -> None:
         docstring = inspect.getdoc(getattr(importlib.import_module(package), name)) or ""
         assert docstring, f"{package}.{name} has no docstring"
         assert ">>> " in docstring or name == "Step", f"{package}.{name} has no runnable example"
-
-
-def test_no_default_of_a_function_or_a_field_can_be_changed() -> None:
-    """A default that is a dict or a list is shared by all calls: a change leaks into later ones."""
-    changeable = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
-    found = []
-    for module, path in modules():
-        for node in ast.walk(ast.parse(path.read_text())):
-            defaults: list[ast.expr | None] = []
-            if isinstance(node, ast.FunctionDef | ast.Lambda):
-                defaults = [*node.args.defaults, *node.args.kw_defaults]
-            elif isinstance(node, ast.ClassDef):
-                defaults = [x.value for x in node.body if isinstance(x, ast.AnnAssign)]
-            found += [f"{module}:{x.lineno}" for x in defaults if isinstance(x, changeable)]
-    assert not found

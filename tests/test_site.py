@@ -6,7 +6,6 @@
 import importlib
 import os
 import pathlib
-import re
 import subprocess
 import sys
 import types
@@ -69,30 +68,11 @@ def test_links_lead_to_where_the_site_shows_a_file(extension) -> None:
     assert seen("[away](https://example.org/x)") == "[away](https://example.org/x)"
 
 
-def test_a_word_alone_is_linked_for_a_class_only_unless_it_is_beside_it(extension) -> None:
-    api = extension("api")
-    names = api._public(api._names())
-    assert names["TrainState"] == "functrain.TrainState"
-    assert not {"step", "loss", "mode", "mean"} & names.keys()  # mostly arguments
-    assert {"functrain.population.step", "bridge.loss"} <= names.keys()
-
-
 @pytest.fixture
 def short_run(tmp_path: pathlib.Path) -> pathlib.Path:
     """What a short run of an example left."""
     (tmp_path / "printed.txt").write_text("of a short run")
     return tmp_path
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_no_heading_of_a_guide_ends_in_mid_sentence(extension, script, short_run) -> None:
-    page = extension("guides")._page(script, short_run)
-    for heading, rest in re.findall(r"^## (.*)\n\n(.*)$", page, re.MULTILINE):
-        assert not heading.endswith((",", ";", ":", "(", " the", " a", " of", " and"))
-        assert heading.count("(") == heading.count(")")
-        assert not rest[:1].islower() or rest.startswith("ft.")
-    for code in re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
-        assert not code.startswith("# "), "the comment over a cell is its heading, and prose"
 
 
 def test_the_comment_over_a_cell_is_a_heading_and_sentences_after_it(extension) -> None:
@@ -113,55 +93,6 @@ def test_a_guide_shows_a_stored_full_run_or_says_that_there_is_none(
     assert page.startswith(f"# {extension('guides').TITLES[script.stem]}\n")
     for picture in stored.glob("*.png"):
         assert f"({script.stem}/{picture.name})" in page
-
-
-def test_an_example_whose_package_is_missing_is_not_run(extension, monkeypatch) -> None:
-    packages = {"text": ("no_such_package",), "unstored": ("no_such_package",)}
-    monkeypatch.setattr(extension("full_runs"), "FURTHER_PACKAGES", packages)
-    guides, examples = extension("guides"), ROOT / "examples"
-    shown = guides._short_run(examples / "text.py")
-    assert shown == ROOT / "docs" / "results" / "text"
-    page = guides._page(examples / "text.py", shown)
-    assert "python examples/text.py\n\nA full run of" in page
-    with pytest.raises(Exception, match=r"unstored.py needs \['no_such_package'\], and no full"):
-        guides._short_run(examples / "unstored.py")
-
-
-def test_a_full_run_is_told_with_its_date_machine_and_versions(extension) -> None:
-    about = {"date": "2026-11-23", "cores": 2, "processor": "X", "minutes": 0.3}
-    about |= {"versions": {"functrain": "1.2", "jax": "0.9"}, "machine_was_busy": True}
-    described = extension("guides")._described(about, is_current=False)
-    assert described == (
-        "A full run of 2026-11-23, on 2 cores of an X: functrain 1.2, jax 0.9. It took 0.3 "
-        "minutes. The machine was busy with other work, so its times and rates are not "
-        "measurements. The code has changed since then."
-    )
-
-
-def test_a_digest_of_a_guide_is_that_of_its_code(extension, tmp_path) -> None:
-    digests = set()
-    for text in ("# %% One\nx = 1\n", "# %% Two words\n\nx = 1\n", "# %% One\nx = 2\n"):
-        (tmp_path / "a.py").write_text(f'"""Prose of {text!r}."""\n\n{text}')
-        digests.add(extension("full_runs").code_digest(tmp_path / "a.py"))
-    assert len(digests) == 2
-
-
-def test_types_of_attributes_are_short_and_public_and_fields_of_named_tuples_appear_once(
-    tmp_path: pathlib.Path,
-) -> None:
-    (tmp_path / "conf.py").write_text(
-        f"import sys\nsys.path.append({str(EXTENSIONS)!r})\nimport api\n"
-        "extensions = ['sphinx.ext.autodoc', 'sphinx.ext.napoleon']\nnapoleon_use_ivar = True\n"
-        "def setup(app):\n    api.connect_docstrings(app)\n"
-    )
-    (tmp_path / "index.rst").write_text(".. autoclass:: functrain.FitResult\n   :members:\n")
-    command = [sys.executable, "-m", "sphinx", "-q", "-b", "text", ".", "out"]
-    subprocess.run(command, cwd=tmp_path, check=True, env=os.environ)
-    text = (tmp_path / "out" / "index.txt").read_text()
-    assert "**state** --" in text  # its type is a private type variable
-    assert "**history** (*History*)" in text
-    assert "Alias for field" not in text
-    assert "functrain.common" not in text
 
 
 def test_what_a_page_says_a_block_prints_gives_way_to_what_it_prints(extension) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from benchmarks.applications import compare, distance, head, main, step_of
+from benchmarks.applications import compare, distance, head, step_of
 from benchmarks.architectures import APPLICATIONS, LAYERS, around
 from tests.conftest import return_free_memory
 
@@ -79,15 +79,3 @@ def test_a_layer_is_compared_jitted_and_if_asked_in_a_loop(fused: bool) -> None:
 def test_labels_are_of_the_shape_of_the_logits() -> None:
     _, args = step_of(around(keras.layers.SimpleRNN(4, return_sequences=True), 2, 3, 5))
     assert args[-1].shape == (2, 3)
-
-
-@pytest.mark.long
-def test_the_command_line_measures_in_another_process(capfd: Any) -> None:
-    main(["--set", "layers", "--names", "TimeDistributed", "--rounds", "1"])
-    assert "| TimeDistributed | " in capfd.readouterr().out
-
-
-def test_an_unknown_name_is_refused_with_those_known(capsys: Any) -> None:
-    with pytest.raises(SystemExit):
-        main(["--set", "layers", "--names", "nonsense"])
-    assert "ConvLSTM2D" in capsys.readouterr().err

@@ -1,7 +1,6 @@
 """The benchmark measures equal work, and says what it found. Nothing here looks at a clock."""
 
 import json
-import math
 import os
 import pathlib
 import socket
@@ -9,12 +8,9 @@ import subprocess
 import sys
 
 import pytest
-from rich.console import Console
 
 import functrain
-from benchmarks.__main__ import warn
 from benchmarks.driver import Measured, _next
-from benchmarks.report import _versions, table
 from benchmarks.ways import HAS_TORCH
 from benchmarks.worker import Line
 
@@ -64,25 +60,6 @@ def test_results_tell_the_machine_the_versions_and_every_way(results) -> None:
 def test_a_table_and_a_picture_are_written(results) -> None:
     assert "| digits-mlp (32) |" in (results["folder"] / "results.md").read_text()
     assert (results["folder"] / "results.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_versions_that_differ_between_environments_are_told_apart() -> None:
-    jax, head = {"keras": "3.15.1", "jax": "0.12.0.1"}, {"keras": "3.16.0", "jax": "0.12.0.1"}
-    told = _versions({"jax": jax, "keras-head": head})
-    assert told == ["keras 3.15.1", "jax 0.12.0.1", "keras@keras-head 3.16.0"]
-
-
-def way(*seconds: float) -> dict:
-    median = seconds[0] if seconds else math.nan
-    rest = {"error": "" if seconds else "it died", "losses": [], "compile_seconds": 1.0}
-    return {"median": median, "seconds": list(seconds), "peak_bytes": 1, **rest}
-
-
-def test_ways_that_failed_come_last_in_the_table() -> None:
-    ways = {"slow": way(3.0), "failed": way(), "fast": way(1.0), "also": way(), "middle": way(2.0)}
-    result = {"workload": "digits-mlp", "batch": 32, "steps": 8, "ways": ways}
-    order = list(table(result).columns[0].cells)
-    assert order == ["fast", "middle", "slow", "failed", "also"]
 
 
 def test_a_worker_that_was_killed_is_dropped_with_its_reason() -> None:
@@ -186,30 +163,3 @@ def test_an_unknown_name_is_refused_with_those_known(name, capsys) -> None:
     with pytest.raises(SystemExit):
         parse([name, "nonsense"])
     assert "keras-fit" in (text := capsys.readouterr().err) or "digits-mlp" in text
-
-
-def test_a_peer_needs_its_interpreter(capsys) -> None:
-    from benchmarks.__main__ import parse
-
-    with pytest.raises(SystemExit):
-        parse(["--ways", "keras-fit@torch"])
-    assert "--python ENVIRONMENT=PATH" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("workload", "steps", "says"),
-    [
-        ("mobilenet-v2", 8, "--steps 1 compares the loss of the first step"),
-        ("mobilenet-v2", 1, "Is it equal work?"),
-        ("mnist-mlp", 8, "Is it equal work?"),
-    ],
-)
-def test_a_difference_that_rounding_explains_is_told_as_such(workload, steps, says, capsys) -> None:
-    ways = {
-        "keras-fit": {"losses": [2.0, 2.0], "seconds": [0.1]},
-        "functrain-fit": {"losses": [2.1, 2.0], "seconds": [0.1]},
-    }
-    warn(Console(width=300), {"workload": workload, "steps": steps, "ways": ways})
-    printed = capsys.readouterr().out
-    assert "functrain-fit: mean loss 5.0% off keras-fit's." in printed
-    assert says in printed

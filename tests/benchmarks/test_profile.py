@@ -9,8 +9,7 @@ import pytest
 from jax import lax
 
 from benchmarks.operations import Operation, operations, seconds
-from benchmarks.profile import describe, main, profile
-from functrain.rewrites import _optimize
+from benchmarks.profile import profile
 
 NO_PADDING = ((0, 0), (0, 0))
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -42,14 +41,6 @@ def test_a_step_is_taken_apart() -> None:
     ]
     assert found[2].rule  # the gradient
     assert {o.rule for o in operations(step, W, X, "off")} == {""}
-
-
-def test_rewrites_of_other_platforms_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = operations(step, W, X, "auto")[2].rule
-    rules = {rule.name: rule for rule in _optimize.REWRITES}
-    rules[name] = rules[name]._replace(platforms=("tpu",))
-    monkeypatch.setattr(_optimize, "REWRITES", tuple(rules.values()))
-    assert name not in {o.rule for o in operations(step, W, X, "auto")}
 
 
 def test_operations_in_loops_count_as_often_as_they_run() -> None:
@@ -106,28 +97,3 @@ def test_the_profile_of_ones_own_step_is_a_table() -> None:
     assert f"its {len(made.times)} kinds of operations" in lines[-1]
     whole = [t * o.count for t, o in zip(made.times, made.operations, strict=True)]
     assert whole == sorted(whole, reverse=True)
-
-
-def test_what_matters_of_the_parameters_is_told() -> None:
-    window = only(lambda x: lax.reduce_window_max_p.bind(x, **POOL), X).eqn
-    assert describe(window) == (
-        "reduce_window_max f32[4,16,16,4] -> f32[4,8,8,4], strides 1×2×2×1, window 1×2×2×1"
-    )
-
-
-POOL = {
-    "window_dimensions": (1, 2, 2, 1),
-    "window_strides": (1, 2, 2, 1),
-    "padding": ((0, 0),) * 4,
-    "base_dilation": (1,) * 4,
-    "window_dilation": (1,) * 4,
-}
-
-
-@pytest.mark.long
-def test_the_command_adds_its_table_to_a_file(tmp_path: Any, capsys: Any) -> None:
-    main(["--workload", "lstm", "--top", "2", "--output", str(tmp_path / "profile.md")])
-    text = (tmp_path / "profile.md").read_text()
-    assert text.startswith("## lstm, rewrites=auto\n")
-    assert text.count("| dot_general f32") == 2
-    assert text.split("\n\n", 1)[1].strip() in capsys.readouterr().out

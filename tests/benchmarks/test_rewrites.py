@@ -7,20 +7,8 @@ from unittest import mock
 import pytest
 
 from benchmarks import rewrites
-from benchmarks.rewrites import Layer, draw, equations, leave_one_out, measure, summarize
+from benchmarks.rewrites import draw, equations, leave_one_out, summarize
 from functrain.rewrites import _optimize
-
-LAYER = Layer(
-    (2, 4, 4, 16),
-    (3, 3, 16, 16),
-    "float32",
-    {
-        "window_strides": (1, 1),
-        "padding": "VALID",
-        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
-        "feature_group_count": 1,
-    },
-)
 
 
 def test_each_rewrite_of_a_step_is_left_out_once() -> None:
@@ -56,22 +44,6 @@ def test_a_drawn_layer_has_three_convolutions(seed: int) -> None:
     layer = draw(seed)
     assert layer == draw(seed)
     assert len(equations(layer)) == 3
-
-
-def test_programs_that_are_alike_are_measured_once() -> None:
-    eqn = equations(LAYER)[0]
-
-    def seconds(runs: Sequence[Any]) -> list[float]:
-        for run in runs:
-            run(1)
-        return [float(i) for i, _ in enumerate(runs, start=1)]
-
-    with mock.patch.object(rewrites, "_measure_in_turn", seconds):
-        measured = measure(eqn)
-    # As it is, which is canonical already, and as a product of patches.
-    assert set(measured.values()) == {1.0, 2.0}
-    assert measured["as jax writes it"] == measured["without patch_conv"] == 1.0
-    assert measured["all rules"] == measured["without swapped_conv"] == 2.0
 
 
 def test_the_summary_is_about_the_fastest_program() -> None:

@@ -61,25 +61,6 @@ def test_the_pages_state_what_each_device_holds() -> None:
         assert table in (ROOT / "docs" / "devices.md").read_text()
 
 
-def test_the_report_has_a_table_for_each_part() -> None:
-    step = {"part": "step", "target": "tpu:v5e", "name": "mlp", "temporaries": 2**20}
-    rows = [
-        {**step, "way": "one step", "cycles": 2000, "kernels": 20.0},
-        {**step, "way": "fused 32", "cycles": 1000, "kernels": 10.5},
-        {**step, "part": "population", "members": 1, "cycles": 1000, "kernels": 10.0},
-        {**step, "part": "population", "members": 32, "cycles": 2500, "kernels": 12.0},
-        {"part": "step", "target": "tpu:v5e", "name": "lstm", "error": "exit status 1"},
-    ]
-    page = targets.markdown({"date": "2026-11-23", "versions": {"jax": "0.10.1"}, "rows": rows})
-    assert "estimates of the compilers; nothing was measured. 2026-11-23, jax 0.10.1" in page
-    assert (
-        "| workload | one step | fused 32 |\n| --- | --- | --- |\n| mlp | 2,000 | 1,000 |" in page
-    )
-    assert "| mlp | 20.0 | 10.5 |" in page
-    assert "| mlp | 1,000 (1.0×) | 2,500 (2.5×) |" in page
-    assert "lstm" not in page
-
-
 @pytest.mark.tpu
 def test_the_estimates_of_a_small_network_are_those_that_were_found_before(
     tmp_path: pathlib.Path,

@@ -60,12 +60,10 @@ class Loop:
 
     model: keras.Model
     loss: Callable[[Any, Any], Any]  # labels first
-    optimizer: Any = None  # of Keras or of optax
+    optimizer: Any = None  # of optax
     metric: Any = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.optimizer, keras.optimizers.Optimizer):
-            self.optimizer.build(self.model.trainable_variables)
         if self.metric:
             self.result = jax.jit(lambda state: self.metric.stateless_result(state[-1]))
         self.gradient = jax.value_and_grad(self.compute_loss_and_updates, has_aux=True)
@@ -86,24 +84,16 @@ class Loop:
     def start(self) -> Any:
         """The values of all variables now."""
         trainable = values(self.model.trainable_variables)
-        if isinstance(self.optimizer, keras.optimizers.Optimizer):
-            optimizer = values(self.optimizer.variables)
-        else:
-            optimizer = self.optimizer.init(trainable)
         non_trainable = values(self.model.non_trainable_variables)
+        optimizer = self.optimizer.init(trainable)
         return trainable, non_trainable, optimizer, values(self.metric.variables)
-
-    def update(self, optimizer: Any, grads: Any, trainable: Any) -> Any:
-        if isinstance(self.optimizer, keras.optimizers.Optimizer):
-            return self.optimizer.stateless_apply(optimizer, grads, trainable)
-        updates, optimizer = self.optimizer.update(grads, optimizer, trainable)
-        return optax.apply_updates(trainable, updates), optimizer
 
     def _train_step(self, state: Any, batch: Any) -> Any:
         trainable, non_trainable, optimizer, metric = state
         x, y = batch
         (loss, (y_pred, non_trainable)), grads = self.gradient(trainable, non_trainable, x, y, True)
-        trainable, optimizer = self.update(optimizer, grads, trainable)
+        updates, optimizer = self.optimizer.update(grads, optimizer, trainable)
+        trainable = optax.apply_updates(trainable, updates)
         metric = self.metric.stateless_update_state(metric, y, y_pred)
         return loss, (trainable, non_trainable, optimizer, metric)
 

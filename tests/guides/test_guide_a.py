@@ -1,4 +1,4 @@
-"""Rows A1 to A9: a training loop from scratch, here and by hand, with the same numbers."""
+"""Training from scratch: a loop here and one by hand, with the same numbers."""
 
 import bridge  # isort: skip  # before keras
 
@@ -11,7 +11,6 @@ import pytest
 import functrain as ft
 from tests.guides import by_hand
 from tests.guides.by_hand import (
-    assert_close,
     assert_fused,
     assert_same,
     batches,
@@ -79,20 +78,6 @@ def test_a1_a_loss_returns_its_value_and_the_updated_non_trainables(train) -> No
     assert not np.array_equal(updated[0], non_trainable[0])  # they do move
 
 
-def test_a2_the_forward_pass_trains_when_it_should(train) -> None:
-    model = mlp(keras.layers.Dropout(0.5, seed=1))
-    x, _ = batches(train, BATCH)[0]
-    lists = values(model.trainable_variables), values(model.non_trainable_variables)
-    state = bridge.create_state(model, optax.sgd(0.1))
-    apply = bridge.from_keras(model).apply
-    passes = {}
-    for training in (True, False):
-        expected, _ = model.stateless_call(*lists, x, training=training)
-        passes[training] = apply(state.params, state.model_state, x, training=training).outputs
-        assert_same([passes[training]], [expected])
-    assert not np.allclose(passes[True], passes[False])  # what forgetting it would have cost
-
-
 @pytest.mark.long
 def test_a3_optax_updates_as_by_hand(train) -> None:
     model, tx = mlp(), optax.adam(1e-3)
@@ -119,26 +104,6 @@ def test_a3_optax_updates_as_by_hand(train) -> None:
         found.append(logs["loss"])
     assert_same(found, losses)
     assert_same(values(bridge.to_keras(state, model).trainable_variables), params)
-
-
-def test_a3_a_keras_optimizer_updates_as_by_hand(train) -> None:
-    model = mlp()
-    loop = by_hand.Loop(
-        model, CROSS_ENTROPY, keras.optimizers.Adam(1e-3), keras.metrics.CategoricalAccuracy()
-    )
-    losses, _, expected = loop.epoch(loop.start(), batches(train, BATCH))
-    tx = bridge.optimizer(keras.optimizers.Adam(1e-3))
-    state, history = ft.fit(
-        bridge.create_state(mlp(), tx),
-        ft.train_step(loss_fn_of(model), tx),
-        ft.ArrayLoader(train, BATCH),
-        verbose=0,
-    )
-    # optax adds updates to params, which rounds once more than Keras's assignment.
-    assert_close(history.steps["loss"], losses)
-    for value, other in zip(values(bridge.to_keras(state, model).trainable_variables), expected[0],
-                            strict=True):  # fmt: skip
-        np.testing.assert_allclose(value, other, rtol=1e-4, atol=1e-6)
 
 
 ADAM = optax.adam(1e-3)
@@ -168,14 +133,6 @@ def ours(model, train, epochs=1, **kwargs):
     return ft.fit(bridge.create_state(model, ADAM), step, data, epochs=epochs, verbose=0, **kwargs)
 
 
-@pytest.mark.long
-def test_a4_the_jitted_loop_runs_over_any_iterable_of_tensors(train) -> None:
-    _, losses, _, _ = raw(mlp(), train)
-    _, history = ours(mlp(), train)
-    assert len(losses) == 21  # the smaller last batch is trained on, too
-    assert_fused(history.steps["loss"], losses)
-
-
 def test_a5_the_running_metric_is_read_in_mid_epoch(train) -> None:
     _, _, (running,), _ = raw(mlp(), train)
     seen = {}
@@ -202,12 +159,6 @@ def test_a6_trained_values_go_back_into_the_model_which_is_saved(train, tmp_path
     np.testing.assert_allclose(loaded(x), expected(x), rtol=1e-3, atol=1e-5)
 
 
-def test_a7_metrics_are_read_and_reset_at_the_end_of_an_epoch(train) -> None:
-    _, _, running, _ = raw(mlp(), train, epochs=2)
-    _, history = ours(mlp(), train, epochs=2)
-    assert history.epochs["accuracy"].tolist() == [epoch[-1] for epoch in running]
-
-
 def test_a8_an_evaluation_loop_has_metrics_of_its_own(train, held_out) -> None:
     model = mlp()
     loop, _, _, trained = raw(model, train)
@@ -226,39 +177,3 @@ def test_a8_an_evaluation_loop_has_metrics_of_its_own(train, held_out) -> None:
         found["accuracy"] == found["own_accuracy"] == float(loop.metric.stateless_result(state[2]))
     )
     assert found["loss"] == pytest.approx(np.average(losses, weights=[3, 3, 3, 1]), rel=1e-6)
-
-
-class Activity(keras.layers.Layer):
-    """Adds 1e-2 times the sum of its inputs to the loss."""
-
-    def call(self, inputs):
-        self.add_loss(1e-2 * keras.ops.sum(inputs))
-        return inputs
-
-
-def as_written(model):
-    """The guide's last loss function: it returns three things, where two are taken."""
-
-    def compute_loss_and_updates(trainable, non_trainable, x, y):
-        y_pred, non_trainable, losses = model.stateless_call(
-            trainable, non_trainable, x, return_losses=True
-        )
-        loss = CROSS_ENTROPY(y, y_pred) + (sum(losses) if losses else 0)
-        return loss, non_trainable, y_pred
-
-    return jax.value_and_grad(compute_loss_and_updates, has_aux=True)
-
-
-@pytest.mark.long
-def test_a9_losses_that_layers_add_are_in_the_loss(train) -> None:
-    model = mlp(Activity())
-    x, y = batches(train, BATCH)[0]
-    lists = values(model.trainable_variables), values(model.non_trainable_variables)
-    with pytest.raises(TypeError):
-        as_written(model)(*lists, x, y)
-
-    _, losses, _, _ = raw(model, train)  # the same, repaired
-    _, history = ours(mlp(Activity()), train)
-    assert_fused(history.steps["loss"], losses)
-    without = float(CROSS_ENTROPY(y, model(x)))
-    assert losses[0] > without + 1
