@@ -16,9 +16,7 @@ def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[...,
 
     Both kinds count the updates made so far, starting with 0. The values are those that the given
     schedule computes: they do not differ over 1,000 steps for any schedule of Keras or optax,
-    including boundaries. If you rewrite a schedule by hand instead: `CosineDecay` with a warm-up is
-    optax's `warmup_cosine_decay_schedule` with `decay_steps` = warm-up + Keras's `decay_steps`; the
-    boundaries of `PiecewiseConstantDecay` are those of optax minus 1.
+    including boundaries.
 
     Args:
       schedule: A `keras.optimizers.schedules.LearningRateSchedule`; or a function

@@ -1,12 +1,16 @@
-"""Every metric of Keras, with outputs and labels of the kind it is for."""
+"""Outputs and labels for losses and metrics; every metric of Keras, with the kind it is for."""
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 from keras import metrics
+from keras.src.backend.common.masking import set_keras_mask
 
 del bridge
 
@@ -19,23 +23,34 @@ def softmax(x: np.ndarray) -> np.ndarray:
     return e / e.sum(-1, keepdims=True)
 
 
-def data(kind: str, n: int, seed: int) -> Batch:
-    """Outputs and labels of the kind that a metric is for."""
+def data(kind: str, *batch: int, seed: int = 0) -> Batch:
+    """Outputs and labels of the kind that a loss or a metric is for."""
     rng = np.random.default_rng(seed)
-    x = rng.normal(size=(n, C)).astype(np.float32)
-    y = rng.normal(size=(n, C)).astype(np.float32)
-    classes = rng.integers(0, C, n).astype(np.int32)
+    x = rng.normal(size=(*batch, C)).astype(np.float32)
+    y = rng.normal(size=(*batch, C)).astype(np.float32)
+    classes = rng.integers(0, C, batch).astype(np.int32)
+    transcripts = rng.integers(0, C, (*batch[:1], 3))
     return {
         "numbers": (x, y),
         "positive": (np.exp(x), np.exp(y)),
         "distributions": (softmax(x), softmax(y)),
         "signs": (x, np.sign(y)),
         "bits": (softmax(x), (y > 0).astype(np.float32)),
-        "chances": (softmax(x)[:, 0], (y[:, 0] > 0).astype(np.float32)),
+        "chances": (softmax(x)[..., 0], (y[..., 0] > 0).astype(np.float32)),
         "one_hot": (softmax(x), np.eye(C, dtype=np.float32)[classes]),
         "classes": (softmax(x), classes),
-        "guesses": (rng.integers(0, C, n).astype(np.int32), classes),
+        "guesses": (rng.integers(0, C, batch).astype(np.int32), classes),
+        "embeddings": (x / np.linalg.norm(x, axis=-1, keepdims=True), classes),
+        "transcripts": (rng.normal(size=(*batch[:1], 8, C)).astype(np.float32), transcripts),
     }[kind]
+
+
+def masked(outputs: Any, mask: Any) -> jax.Array:
+    """Outputs with a mask of Keras's, if there is one."""
+    outputs = jnp.asarray(outputs)
+    if mask is not None:
+        set_keras_mask(outputs, jnp.asarray(mask))
+    return outputs
 
 
 Make = Callable[[], keras.Metric]

@@ -1,7 +1,6 @@
 """What from_keras and to_keras refuse, in words; and the Keras model stays whole."""
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -9,7 +8,7 @@ from keras import layers
 
 import bridge
 import functrain
-from tests.bridge.pure import SGD, assert_close, call, snapshot, start
+from tests.bridge.pure import SGD, assert_close, call, start
 
 
 class Explodes(keras.Model):
@@ -86,17 +85,12 @@ def test_updates_of_untracked_variables_are_named():
 
 
 def test_an_unbuilt_model_is_refused_with_the_remedy():
-    for model in (keras.Sequential([layers.Dense(2)]), Explodes()):
+    built = Explodes()
+    built.built = True  # it only says so
+    for model in (keras.Sequential([layers.Dense(2)]), Explodes(), built):
         for use in (bridge.from_keras, lambda m: bridge.create_state(m, SGD)):
             with pytest.raises(ValueError, match=r"expected a built model.*model\(x\)"):
                 use(model)
-
-
-def test_a_model_that_only_says_it_is_built_is_refused():
-    model = Explodes()
-    model.built = True
-    with pytest.raises(ValueError, match="expected a built model"):
-        bridge.from_keras(model)
 
 
 def test_what_is_no_keras_model_is_refused():
@@ -122,27 +116,6 @@ def test_a_layer_frozen_after_init_is_named_by_apply(builders):
     model.layers[0].trainable = False
     with pytest.raises(ValueError, match=r"(?s)model_state/conv2d/kernel: missing.*frozen"):
         jax.jit(apply)(params, model_state, x)
-
-
-def test_constraints_that_optax_will_not_apply_are_named():
-    net = [keras.Input((3,)), layers.Dense(2, kernel_constraint="non_neg")]
-    with pytest.warns(UserWarning, match="(?s)have constraints.*dense/kernel"):
-        bridge.create_state(keras.Sequential(net), SGD)
-
-
-def test_a_step_that_changes_keras_variables_is_refused_and_the_model_stays_whole():
-    model = keras.Sequential([keras.Input((3,)), layers.BatchNormalization(), layers.Dropout(0.5)])
-    before = snapshot(model)
-
-    def step(state, batch):
-        return state + jnp.sum(model(batch, training=True)), {}
-
-    state = jnp.zeros(())
-    with pytest.raises(ValueError, match=r"(?s)assigns Keras variables:.*moving_mean.*from_keras"):
-        functrain.fuse(step, 2)(state, jnp.ones((2, 4, 3)))
-    assert not state.is_deleted()
-    for a, b in zip(before, snapshot(model), strict=True):
-        np.testing.assert_array_equal(a, b)
 
 
 def test_a_cast_around_a_keras_model_names_keras_own_way():

@@ -24,27 +24,6 @@ def tokens_model() -> keras.Model:
     return keras.Model(x, layers.TimeDistributed(layers.Dense(C))(h))
 
 
-def test_training_with_masks_and_weights_equals_keras() -> None:
-    rng = np.random.default_rng(2)
-    x, y = rng.integers(1, 7, (B, T)), rng.integers(0, C, (B, T))
-    x[:, 3:] = 0
-    weight = rng.uniform(0, 2, (B, T)).astype(np.float32)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    net, twin = tokens_model(), tokens_model()
-    twin.compile(keras.optimizers.SGD(0.1), loss)
-    theirs = [twin.train_on_batch(x, y, weight) for _ in range(3)]
-
-    tx = optax.sgd(0.1)
-    step = jax.jit(ft.train_step(ft.supervised(bridge.from_keras(net), bridge.loss(loss)), tx))
-    state, mine = bridge.create_state(net, tx), []
-    for _ in range(3):
-        state, logs = step(state, (x, y, weight))
-        mine.append(logs["loss"])
-    np.testing.assert_allclose(mine, theirs, rtol=1e-6)
-    for a, b in zip(bridge.to_keras(state, net).weights, twin.weights, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8)
-
-
 @pytest.mark.parametrize(
     ("reduction", "ignored", "weighted"),
     [
