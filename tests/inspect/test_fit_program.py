@@ -34,13 +34,6 @@ def first_device() -> ft.Target:
     return dataclasses.replace(here, name="first", devices=here.devices[:1])
 
 
-def test_an_array_on_one_other_device_is_taken_as_one_on_the_target(
-    first_device: ft.Target,
-) -> None:
-    state = jax.device_put(jnp.zeros(2), jax.devices()[1])
-    assert ft.inspect.memory(state, step, BATCH, target=first_device).state == 8
-
-
 def test_an_array_that_was_put_on_a_device_stays_there_without_a_target() -> None:
     second = jax.devices()[1]
     state = {"put": jax.device_put(jnp.zeros(2), second), "free": jnp.zeros(2)}

@@ -82,25 +82,6 @@ def test_few_sizes_are_tried_though_memory_does_not_grow_with_all_of_them(
     assert len(tried) <= 10
 
 
-def test_sizes_right_below_one_that_does_not_fit_are_not_tried(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # A compiler that makes a little room, as for a ResNet50 on an H100 (GiB by examples).
-    measured = {512: 40.8, 968: 61.9, 1312: 67.8, 1928: 113.9, 1936: 114.3}
-    tried = []
-
-    def memory(state: Any, step: Any, shapes: Any, **options: Any) -> ft.inspect.Memory:
-        tried.append(examples := shapes[0].shape[0])
-        total = np.interp(examples, list(measured), list(measured.values()))
-        chip = chip_with(int(79.1e9)).chip
-        return ft.inspect.Memory(1, {"w": 10**9}, {}, 0, 0, 0, int(1e9 * total - 1e9), chip=chip)
-
-    monkeypatch.setattr("functrain.inspect._largest_batch.memory", memory)
-    found = ft.inspect.largest_batch(STATE, step, batch(512), target=ft.target())
-    assert 1380 < found < 1463
-    assert len(tried) <= 7
-
-
 @pytest.mark.parametrize("first", [8, 4096])
 def test_a_size_that_the_compiler_refuses_without_a_reason_does_not_fit(
     first: int, monkeypatch: pytest.MonkeyPatch
@@ -117,20 +98,6 @@ def test_a_size_that_the_compiler_refuses_without_a_reason_does_not_fit(
     found = ft.inspect.largest_batch(STATE, step, batch(first), target=ft.target())
     assert 500 * 16 / 17 - 8 < found <= 500
     assert len(sizes) <= 10
-
-
-def test_a_state_beyond_the_memory_needs_one_size_to_say_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tried = sizes_tried_on(999, monkeypatch)
-    assert ft.inspect.largest_batch(STATE, step, batch(64), target=ft.target()) == 0
-    assert tried == [64]
-
-
-def test_sizes_are_multiples() -> None:
-    target = chip_with(100 * 1024)
-    found = ft.inspect.largest_batch(STATE, step, batch(64), multiple_of=24, target=target)
-    assert found % 24 == 0
 
 
 def test_sizes_divide_over_the_devices_that_share_a_batch() -> None:
