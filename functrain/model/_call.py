@@ -13,12 +13,6 @@ from functrain.model._freeze import FrozenState
 # training; its value otherwise is the opposite.
 SWITCHES = {"training": True, "train": True, "deterministic": False, "use_running_average": False}
 
-# A note for errors of modules that may have needed a key.
-NO_KEY = (
-    "model.apply got no rng. If the module needs a key, pass rng=jax.random.key(seed) to "
-    "TrainState.create, or in evaluation to eval_step."
-)
-
 
 def switches(module: Any, training: bool) -> dict[str, Any]:
     """Returns the values of the switches that the module's ``__call__`` takes, by name."""

@@ -13,7 +13,7 @@ from functrain.common._arguments import parameters
 from functrain.common._checks import require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
-from functrain.model._call import NO_KEY, require_one_input, require_unwrapped
+from functrain.model._call import require_one_input, require_unwrapped
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:
@@ -142,13 +142,7 @@ def from_equinox(
                 keys = jax.random.split(rng, len(jax.tree.leaves(inputs)[0]))
         # Equinox allows each State object to be updated once, so that a copy is updated.
         old_state = jax.tree.map(lambda x: x, model_state["state"])
-        try:
-            outputs, new_state = call(inputs, old_state, keys)
-        except RuntimeError as error:
-            # Equinox's dropout raises it without a key.
-            if rng is None:
-                error.add_note(NO_KEY)
-            raise
+        outputs, new_state = call(inputs, old_state, keys)
         return ModelOutput(outputs, {**model_state, "state": new_state})
 
     return Model(init, apply)

@@ -14,7 +14,6 @@ from functrain.common import _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.model._call import (
-    NO_KEY,
     require_one_input,
     require_unwrapped,
     restrict_to,
@@ -121,9 +120,6 @@ def from_linen(module: nn.Module) -> Model:
                 mutable=[*(collections if training else ()), "losses"],
                 **_linen_switches(module, training),
             )
-        except flax.errors.InvalidRngError as error:
-            error.add_note(NO_KEY)
-            raise
         except flax.errors.ScopeCollectionNotFound as error:
             error.add_note(
                 f"The model_state has {sorted(collections)}. Pass that of model.init(key, inputs) "

@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from functrain.common import _repr, _tree
+from functrain.common import _tree
+from functrain.common._arguments import accepts
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
 from functrain.data._batch import Part, require_parts, select
@@ -14,12 +15,11 @@ from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model, require_model
 from functrain.step._check import (
     check_loss,
-    check_step,
     require_distinct_names,
-    require_no_model,
+    require_function,
 )
 from functrain.step._loss import Aux, LossFn
-from functrain.step._metered import MeteredStep
+from functrain.step._metered import BATCH_COUNT, MeteredStep
 from functrain.step._notes import error_notes
 from functrain.step._state import TrainState, check_rng
 from functrain.step._supervised import apply_model
@@ -70,50 +70,58 @@ def eval_step(
       >>> print(step.metrics.compute(metered.metrics)["loss"])
       1.0
     """
+    check_loss(loss_fn)
+    check_rng(rng)
+    metrics = metrics or {}
+    require(not isinstance(logs, str), "logs", "a tuple of names", logs, f"Write ({logs!r},).")
+    require_distinct_names("metrics", metrics, ["loss"], "the loss")
+    require_distinct_names("logs", logs, ["loss", *metrics], "the loss and the metrics")
 
     def measure(
         state: PyTree, batch: PyTree, key: jax.Array | None = None
     ) -> tuple[PyTree, jax.Array, Aux]:
-        network: TrainState = state if get_state is None else get_state(state)
-        _require_params(network)
+        network: Any = state if get_state is None else get_state(state)
+        is_state = hasattr(network, "params") and hasattr(network, "model_state")
+        expected = "a state with params and model_state"
+        advice = (
+            "Choose one of several networks with eval_step(loss_fn, get_state=lambda states: "
+            "states['student']). For a population, use functrain.population.step(eval_step)."
+        )
+        require(is_state, "state", expected, network, advice, error=TypeError)
         loss, aux = compute_loss(
             loss_fn, network.params, network.model_state, batch, rng=key, training=False
         )
         return state, loss, aux
 
-    check_loss(loss_fn)
-    check_rng(rng)
-    require(not isinstance(logs, str), "logs", "a tuple of names", logs, f"Write ({logs!r},).")
-    require_distinct_names("metrics", metrics or (), ["loss"], "the loss")
-    require_distinct_names("logs", logs, ["loss", *(metrics or {})], "the loss and the metrics")
+    named = {"loss": mean_loss(), **metrics, **{name: _mean_of_log(name) for name in logs}}
+    metric = collection(named)
+    if rng is not None:
+        metric = _count_batches(metric)
+    return MeteredStep(measure, metric, trains=False, rng=rng)
+
+
+def _mean_of_log(name: str) -> Metric:
+    """Returns the metric of the mean of a log over all examples."""
     mean = mean_loss()
-    user_metrics = collection({"loss": mean, **(metrics or {})})
-    # The means of logs need their own update, which looks up each log by its name. From this
-    # collection, only `init` and `compute` are used.
-    all_metrics = collection({"loss": mean, **(metrics or {}), **dict.fromkeys(logs, mean)})
 
-    def update_all(m: PyTree, batch: PyTree, aux: Aux, loss: jax.Array) -> Any:
-        new = user_metrics.update(m, batch, aux, loss)
+    def update(m: PyTree, batch: PyTree, aux: Aux, loss: jax.Array) -> PyTree:
         # By their paths, as in the history of a training.
-        values = dict(_tree.leaves_with_path(aux.logs)) if logs else {}
-        missing, expected = sorted(set(logs) - set(values)), f"names among {sorted(values)}"
-        require(not missing, "logs", expected, missing, "Return them in the loss's Aux(logs=...).")
-        for name in logs:
-            new[name] = mean.update(m[name], batch, aux, jnp.asarray(values[name]))
-        return new
+        values = dict(_tree.leaves_with_path(aux.logs))
+        advice = "Return it in the loss's Aux(logs=...)."
+        require(name in values, "logs", f"names among {sorted(values)}", name, advice)
+        return mean.update(m, batch, aux, jnp.asarray(values[name]))
 
-    return MeteredStep(measure, all_metrics._replace(update=update_all), trains=False, rng=rng)
+    return mean._replace(update=update)
 
 
-def _require_params(state: Any) -> None:
-    """Raises TypeError unless a state has `params` and `model_state`; several networks have not."""
-    if not (hasattr(state, "params") and hasattr(state, "model_state")):
-        raise TypeError(
-            "state: expected a state with params and model_state, got "
-            f"{_repr.state_repr(state)}. Choose one of several networks with "
-            "eval_step(loss_fn, get_state=lambda states: states['student']). For a population, use "
-            "functrain.population.step(eval_step)."
-        )
+def _count_batches(metric: Metric) -> Metric:
+    """Returns a dict of metrics that also counts batches; the count is not among its values."""
+
+    def update(m: PyTree, batch: PyTree, aux: Aux, loss: jax.Array) -> Any:
+        new = metric.update(m, batch, aux, loss)
+        return {**new, BATCH_COUNT: m[BATCH_COUNT] + 1}
+
+    return Metric(lambda: {**metric.init(), BATCH_COUNT: jnp.int32(0)}, update, metric.compute)
 
 
 def predict_step(model: Model, *, inputs: Part | None = None) -> Step[TrainState]:
@@ -144,33 +152,19 @@ def predict_step(model: Model, *, inputs: Part | None = None) -> Step[TrainState
 
     def step(state: TrainState, batch: PyTree, /) -> tuple[TrainState, PyTree]:
         x = batch if inputs is None else select(batch, inputs, "inputs")
-        try:
-            with error_notes(x, state.params):
-                output = apply_model(
-                    model, state.params, state.model_state, x, rng=None, training=False
-                )
-            return state, output.outputs
-        except Exception as error:
-            # Some models take a tuple of inputs, so that a batch (x, y) is noticed only when it
-            # fails.
-            if isinstance(x, tuple | list):
-                error.add_note(
-                    f"The model was given a {type(x).__name__} of {len(x)} as inputs. "
-                    "predict takes batches of inputs alone: ArrayLoader(x, batch_size)."
-                )
-            raise
+        with error_notes(x):
+            output = apply_model(
+                model, state.params, state.model_state, x, rng=None, training=False
+            )
+        return state, output.outputs
 
     return step
 
 
 def check_predict_step(step: Any) -> None:
     """Raises TypeError for a model, a step with metrics, or something that is not a step."""
-    expected = "step: expected (state, inputs) -> (state, outputs)"
-    require_no_model(step, expected, "predict_step({})")
-    check_step(step)
-    # It has the right signature, but returns logs instead of outputs.
-    if isinstance(step, MeteredStep):
-        raise TypeError(
-            f"{expected}, got a step that carries metrics. Make a step with "
-            "functrain.predict_step(model)."
-        )
+    # A step with metrics has the right signature, but returns logs instead of outputs.
+    is_valid = accepts(step, 2) and not isinstance(step, MeteredStep)
+    expected = "(state, inputs) -> (state, outputs)"
+    advice = "Make it with functrain.predict_step(model)."
+    require_function("step", step, expected, advice, is_valid=is_valid)

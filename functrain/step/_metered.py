@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from functrain.common import _repr, _tree
 from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._log_names import SumOfWeights
-from functrain.common._types import PyTree, Step, StepTraits
+from functrain.common._types import PyTree, StepTraits
 from functrain.metrics._metric import Metered, Metric
 from functrain.step._check import require_distinct_names
 from functrain.step._loss import Aux
 from functrain.step._state import TrainState
 from functrain.tx._guards import finite_and_scale
+
+# The parentheses keep this key apart from the names of metrics.
+BATCH_COUNT = "(batches)"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,8 +29,8 @@ class MeteredStep(StepTraits):
       base: ``(state, batch) -> (state, loss f32[], Aux)``; with an `rng`, ``(state, batch, key)``.
       metrics: The metrics as one `Metric`; its `compute` returns a dict.
       trains: True if the step changes the state. `evaluate` takes only steps that do not.
-      rng: A key `key[]` for a base that draws random numbers, or None. Batch number i, counted
-        beside the metrics, gets ``fold_in(rng, i)``.
+      rng: A key `key[]` for a base that draws random numbers, or None. Batch number i, which
+        the metrics count as `BATCH_COUNT`, gets ``fold_in(rng, i)``.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -45,11 +48,6 @@ class MeteredStep(StepTraits):
     trains: bool = True
     rng: jax.Array | None = None
 
-    def __post_init__(self) -> None:
-        if self.rng is not None:
-            # The dataclass is frozen.
-            object.__setattr__(self, "metrics", _count_batches(self.metrics))
-
     def __repr__(self) -> str:
         return _repr.call(self, base=self.base, trains=self.trains)
 
@@ -59,7 +57,6 @@ class MeteredStep(StepTraits):
 
     def start(self, state: PyTree) -> Metered:
         """Returns the state with metrics that have seen no batch."""
-        _require_bare(state, "It has been started already.")
         # An init may return one array twice. A buffer that two leaves share cannot be donated.
         # Under `jax.transfer_guard`, the zeros that it makes are no mistake.
         with jax.transfer_guard_host_to_device("allow"):
@@ -71,16 +68,12 @@ class MeteredStep(StepTraits):
 
     def __call__(self, metered: Metered, batch: PyTree, /) -> tuple[Metered, PyTree]:
         """Takes one step and updates the metrics."""
-        advice = (
-            "This step carries metrics: begin with step.start(state). fit and run do that if the "
-            "step is what train_step returned; jit, vmap or partial around it hide its metrics."
-        )
+        advice = "Begin with step.start(state). A function around this step hides its metrics."
         require_instance("state", metered, Metered, "Metered(state, metrics)", advice)
-        if self.rng is None:
-            state, loss, aux = self.base(metered.state, batch)
-        else:
-            key = jax.random.fold_in(self.rng, metered.metrics[_BATCH_COUNT])
-            state, loss, aux = self.base(metered.state, batch, key)
+        args = [metered.state, batch]
+        if self.rng is not None:
+            args.append(jax.random.fold_in(self.rng, metered.metrics[BATCH_COUNT]))
+        state, loss, aux = self.base(*args)
         with jax.named_scope("metrics"):
             metrics = self.metrics.update(metered.metrics, batch, aux, loss)
         changes = _tree.differences(metered.metrics, metrics)
@@ -95,43 +88,14 @@ class MeteredStep(StepTraits):
         # Only training reports logs and metrics together, so only there can their names clash.
         values = jax.eval_shape(self.metrics.compute, metrics) if self.trains else {}
         _tree.require_scalars(values)
-        return Metered(state, metrics), _logs(loss, aux, values)
+        return Metered(state, metrics), logs_of(loss, aux, values)
 
 
 # The log of ``Aux.weight``: means over the steps of an epoch are weighted by it.
 _SUM_OF_WEIGHTS = SumOfWeights("sum_of_weights")
 
-# The parentheses keep this key apart from the names of metrics.
-_BATCH_COUNT = "(batches)"
 
-
-def _count_batches(metric: Metric) -> Metric:
-    """Returns a dict of metrics that also counts batches; the count is not among its values."""
-
-    def update(m: PyTree, batch: PyTree, aux: Aux, loss: jax.Array) -> Any:
-        new = metric.update(m, batch, aux, loss)
-        return {**new, _BATCH_COUNT: m[_BATCH_COUNT] + 1}
-
-    return Metric(lambda: {**metric.init(), _BATCH_COUNT: jnp.int32(0)}, update, metric.compute)
-
-
-def unmetered_step(base: Callable[[Any, PyTree], tuple[Any, jax.Array, Aux]]) -> Step[Any]:
-    """Returns the step without metrics, over the bare state."""
-
-    def step(state: PyTree, batch: PyTree, /) -> tuple[PyTree, PyTree]:
-        _require_bare(state, "Pass metered.state, or pass metrics= to train_step.")
-        state, loss, aux = base(state, batch)
-        return state, _logs(loss, aux)
-
-    return step
-
-
-def _require_bare(state: PyTree, advice: str) -> None:
-    if isinstance(state, Metered):
-        raise TypeError(f"state: expected a bare state, got Metered. {advice}")
-
-
-def _logs(loss: jax.Array, aux: Aux, values: PyTree = ()) -> dict[str, Any]:
+def logs_of(loss: jax.Array, aux: Aux, values: PyTree = ()) -> dict[str, Any]:
     """Returns the logs of a step.
 
     Raises:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from functrain.common import _tree
-from functrain.common._checks import require_integer, require_no_problems
+from functrain.common._checks import require, require_integer, require_no_problems
 from functrain.common._types import PyTree
 from functrain.model._overwritten import join_overwritten, split_overwritten
 from functrain.step._check import check_loss
@@ -102,11 +102,6 @@ class _BatchLoss:
         training: bool,
     ) -> LossAndAux:
         """Returns the loss and the Aux of all examples."""
-        # Without a scan, a small batch costs no more than with `loss_fn`.
-        if _example_count(args) <= self.size:
-            return compute_loss(
-                self.loss_fn, params, model_state, *args, rng=rng, training=training
-            )
 
         def loss_of_part(
             trained: PyTree, model_state: PyTree, rng: Any, args: PyTree
@@ -118,9 +113,13 @@ class _BatchLoss:
             )
             return loss, aux.replace(model_state=split_overwritten(aux.model_state)[1])
 
-        total_loss = _accumulate(loss_of_part, self.size)
         scales, rest = split_overwritten(model_state)
-        loss, aux = total_loss((params, scales), rest, rng, args, self.scale)
+        # Without a scan, a small batch costs no more than with `loss_fn`.
+        if _example_count(args) <= self.size:
+            loss, aux = loss_of_part((params, scales), rest, rng, args)
+        else:
+            total_loss = _accumulate(loss_of_part, self.size)
+            loss, aux = total_loss((params, scales), rest, rng, args, self.scale)
         return loss, aux.replace(model_state=join_overwritten(aux.model_state, scales))
 
 
@@ -135,33 +134,32 @@ def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[
 
     @jax.custom_vjp
     def total_loss(*primals: PyTree) -> LossAndAux:
-        return _scan_parts(lambda *part: (loss_of_part(*part), ()), size, *primals[:-1])[0]
+        def value(*part: PyTree) -> Any:
+            return ((), loss_of_part(*part)), ()
+
+        return _scan_parts(value, size, *primals[:-1])[0]
 
     def forward(*primals: PyTree) -> tuple[LossAndAux, PyTree]:
         if any(x.perturbed for x in jax.tree.leaves(primals[1:], is_leaf=_is_primal)):
             raise TypeError(_PARAMS_ONLY.format("model_state, the batch or rng"))
         *primals, scale = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
-        scaled_value_and_grad = jax.value_and_grad(scaled(loss_of_part, scale), has_aux=True)
-
-        def value_and_grad(*part: PyTree) -> tuple[LossAndAux, PyTree]:
-            (_, loss_and_aux), grads = scaled_value_and_grad(*part)
-            return loss_and_aux, grads
-
-        loss_and_aux, grads = _scan_parts(value_and_grad, size, *primals)
-        return loss_and_aux, (grads, scale)
+        value_and_grad = jax.value_and_grad(scaled(loss_of_part, scale), has_aux=True)
+        loss_and_aux, (grads, new_scales) = _scan_parts(value_and_grad, size, *primals)
+        params, _ = primals[0]
+        grads = jax.tree.map(lambda g, w: g.astype(w.dtype), grads, params)
+        return loss_and_aux, (grads, new_scales, scale)
 
     def backward(residuals: PyTree, cotangents: tuple[Any, Any]) -> tuple[PyTree, ...]:
-        grads, scale = residuals
+        grads, new_scales, scale = residuals
         loss_cotangent, aux_cotangents = cotangents
         if not all(isinstance(x, SymbolicZero) for x in jax.tree.leaves(aux_cotangents)):
             raise TypeError(_PARAMS_ONLY.format("Aux"))
         if isinstance(loss_cotangent, SymbolicZero):
-            return jax.tree.map(jnp.zeros_like, grads), None, None, None, None
-        grads, new_scales = grads
+            return jax.tree.map(jnp.zeros_like, (grads, new_scales)), None, None, None, None
         # `grads` are those of the scaled loss. `update` scales as well, so its factor is 1.
         factor = unscale_gradients(loss_cotangent, scale)
-        params_grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
-        return (params_grads, new_scales), None, None, None, None
+        grads = jax.tree.map(lambda g: (g * factor).astype(g.dtype), grads)
+        return (grads, new_scales), None, None, None, None
 
     # Symbolic zeros show which inputs and outputs are differentiated: only the gradient of the loss
     # with respect to params is known, and any other would silently be zero.
@@ -177,6 +175,87 @@ _PARAMS_ONLY = (
 
 def _is_primal(x: Any) -> bool:
     return hasattr(x, "perturbed")
+
+
+def _scan_parts(
+    value_and_grad: Callable[..., Any],
+    size: int,
+    trained: PyTree,
+    model_state: PyTree,
+    rng: Any,
+    args: PyTree,
+) -> tuple[LossAndAux, PyTree]:
+    """Runs the micro-batches one after the other; returns the loss, the Aux and the gradients.
+
+    Args:
+      value_and_grad: ``(trained, model_state, rng, args) -> ((..., (loss, Aux)), gradients or ())``
+        for one micro-batch.
+      size: Examples in a micro-batch.
+      trained: The params and the float8 scales.
+      model_state: The model state before the batch, without the scales.
+      rng: A key, or None.
+      args: The batch.
+    """
+
+    def measure(model_state: PyTree, i: Any, args: PyTree) -> tuple[PyTree, PyTree, Aux]:
+        """Returns the terms of the sums, the new float8 scales, and the Aux of a micro-batch."""
+        # One key for all micro-batches would drop the same units in each of them.
+        key = None if rng is None else jax.random.fold_in(rng, i)
+        (_, (loss, aux)), grads = value_and_grad(trained, model_state, key, args)
+        params_grads, scales = grads or ((), ())
+        count = _example_count(args) if aux.weight is None else aux.weight
+        _check_mean(aux)
+        return _times_weight(count, (loss, aux.logs, params_grads)), scales, aux
+
+    def step(carry: tuple[PyTree, PyTree, PyTree], part: tuple[Any, PyTree]) -> Any:
+        model_state, sums, largest_scales = carry
+        terms, scales, aux = measure(model_state, *part)
+        sums = jax.tree.map(jnp.add, sums, terms)
+        largest_scales = jax.tree.map(jnp.maximum, largest_scales, scales)
+        return (aux.model_state, sums, largest_scales), _by_example(aux)
+
+    count = _example_count(args)
+    full_parts = count // size
+    divisible = args if count % size == 0 else _slice(args, slice(full_parts * size))
+    parts = jax.tree.map(lambda x: _split(x, full_parts), divisible)
+    # The shapes of one micro-batch, for the zeros that the scan begins with.
+    first_part = jax.tree.map(lambda x: x[0], parts)
+    sums, scales, aux = jax.eval_shape(measure, model_state, 0, first_part)
+    wrong = _tree.format_leaves(_by_example(aux), lambda x: x.shape[:1] != (size,))
+    expected = f"outputs whose first axis is that of a micro-batch, {size}"
+    require_no_problems("micro_batches", wrong, expected, "Return scalars in Aux(logs=...).")
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sums, scales))
+    carry, rows = jax.lax.scan(step, (model_state, *zeros), (jnp.arange(full_parts), parts))
+    rows = jax.tree.map(_join, rows)
+    # A scan takes parts of one size only, so the smaller last one follows it.
+    if count % size:
+        remainder = _slice(args, slice(full_parts * size, None))
+        carry, last_rows = step(carry, (full_parts, remainder))
+        rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), rows, last_rows)
+    model_state, (weight, sums), new_scales = carry
+    # A batch of zero weights has no loss. Unlike that of `supervised`, it has no penalties, either.
+    divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
+    loss, logs, grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), sums)
+    weight = None if aux.weight is None else weight
+    return (loss, Aux(model_state, logs=logs, weight=weight, **rows)), (grads, new_scales)
+
+
+def _by_example(aux: Aux) -> dict[str, PyTree]:
+    """Returns the fields of an Aux that have a row for each example."""
+    return {name: getattr(aux, name) for name in ("outputs", "labels", "sample_weight")}
+
+
+def _times_weight(weight: Any, values: PyTree) -> tuple[jax.Array, PyTree]:
+    """Returns a weight, f32[], and values times it: the terms of a weighted mean."""
+    weight = jnp.asarray(weight, jnp.float32)
+
+    def multiply(x: Any) -> Any:
+        # Sums of many micro-batches lose bits in half precision.
+        x = _tree.at_least_float32(jnp.asarray(x))
+        # A mean of no examples is NaN, which its weight of 0 does not remove.
+        return jnp.where(weight == 0, 0, x * weight.astype(x.dtype))
+
+    return weight, jax.tree.map(multiply, values)
 
 
 def _split(x: jax.Array, parts: int) -> jax.Array:
@@ -197,88 +276,13 @@ def _join(x: jax.Array) -> jax.Array:
     return x.swapaxes(0, 1).reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
 
-def _scan_parts(
-    value_and_grad: Callable[..., Any],
-    size: int,
-    trained: PyTree,
-    model_state: PyTree,
-    rng: Any,
-    args: PyTree,
-) -> tuple[LossAndAux, PyTree]:
-    """Runs the micro-batches one after the other; returns the loss, the Aux and the gradients.
-
-    Args:
-      value_and_grad: ``(trained, model_state, rng, args) -> ((loss, Aux), gradients or ())`` for
-        one micro-batch.
-      size: Examples in a micro-batch.
-      trained: The params and the float8 scales.
-      model_state: The model state before the batch, without the scales.
-      rng: A key, or None.
-      args: The batch.
-    """
-
-    def measure(model_state: PyTree, i: Any, args: PyTree) -> Any:
-        # One key for all micro-batches would drop the same units in each of them.
-        key = None if rng is None else jax.random.fold_in(rng, i)
-        loss_and_aux, grads = value_and_grad(trained, model_state, key, args)
-        return loss_and_aux, *(grads or ((), ()))
-
-    def step(carry: tuple[PyTree, PyTree, PyTree], part: tuple[Any, PyTree]) -> Any:
-        model_state, sums, largest_scales = carry
-        (loss, aux), grads, scales = measure(model_state, *part)
-        terms = _weigh(loss, aux, grads, count=_example_count(part[1]))
-        sums = jax.tree.map(jnp.add, sums, terms)
-        largest_scales = jax.tree.map(jnp.maximum, largest_scales, scales)
-        return (aux.model_state, sums, largest_scales), _by_example(aux)
-
-    count = _example_count(args)
-    full_parts = count // size
-    full_count = full_parts * size
-    divisible = args if count == full_count else _slice(args, slice(full_count))
-    parts = jax.tree.map(lambda x: _split(x, full_parts), divisible)
-
-    # The shapes of one micro-batch, for the zeros that the scan begins with.
-    first_part = jax.tree.map(lambda x: x[0], parts)
-    (loss, aux), grads, scales = jax.eval_shape(measure, model_state, 0, first_part)
-    _check_mean(aux)
-    _check_outputs(_by_example(aux), size)
-    sum_shapes = jax.eval_shape(lambda *x: _weigh(*x, count=size), loss, aux, grads)
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (sum_shapes, scales))
-    carry = (model_state, *zeros)
-    carry, rows = jax.lax.scan(step, carry, (jnp.arange(full_parts), parts))
-    rows = jax.tree.map(_join, rows)
-    # A scan takes parts of one size only, so the smaller last one follows it.
-    if count % size:
-        remainder = _slice(args, slice(full_count, None))
-        carry, last_rows = step(carry, (full_parts, remainder))
-        rows = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), rows, last_rows)
-    model_state, (weight, *sums), new_scales = carry
-    # A batch of zero weights has no loss. Unlike that of `supervised`, it has no penalties, either.
-    divisor = jnp.where(weight == 0, jnp.ones_like(weight), weight)
-    mean_loss, logs, mean_grads = jax.tree.map(lambda x: x / divisor.astype(x.dtype), sums)
-    loss, grads = jax.tree.map(
-        lambda x, like: x.astype(like.dtype), (mean_loss, mean_grads), (loss, grads)
-    )
-    weight = None if aux.weight is None else weight
-    return (loss, Aux(model_state, logs=logs, weight=weight, **rows)), (grads, new_scales)
+def _slice(args: PyTree, rows: slice) -> PyTree:
+    return jax.tree.map(lambda x: x if _is_number(x) else x[rows], args)
 
 
-def _by_example(aux: Aux) -> dict[str, PyTree]:
-    """Returns the fields of an Aux that have a row for each example."""
-    return {name: getattr(aux, name) for name in ("outputs", "labels", "sample_weight")}
-
-
-def _weigh(loss: jax.Array, aux: Aux, grads: PyTree, *, count: int) -> tuple[PyTree, ...]:
-    """Returns the terms of a micro-batch's sums: its weight, and its values times its weight."""
-    weight = jnp.asarray(count if aux.weight is None else aux.weight, jnp.float32)
-
-    def times_weight(x: Any) -> Any:
-        # Sums of many micro-batches lose bits in half precision.
-        x = _tree.at_least_float32(jnp.asarray(x))
-        # A mean of no examples is NaN, which its weight of 0 does not remove.
-        return jnp.where(weight == 0, 0, x * weight.astype(x.dtype))
-
-    return weight, *jax.tree.map(times_weight, (loss, aux.logs, grads))
+def _is_number(x: Any) -> bool:
+    """Returns True for a scalar. A key is none: all micro-batches would draw the same numbers."""
+    return jnp.ndim(x) == 0 and not _tree.is_key(x)
 
 
 def _example_count(args: PyTree) -> int:
@@ -293,27 +297,9 @@ def _example_count(args: PyTree) -> int:
     return int(count)
 
 
-def _is_number(x: Any) -> bool:
-    """Returns True for a scalar. A key is none: all micro-batches would draw the same numbers."""
-    return jnp.ndim(x) == 0 and not _tree.is_key(x)
-
-
-def _slice(args: PyTree, rows: slice) -> PyTree:
-    return jax.tree.map(lambda x: x if _is_number(x) else x[rows], args)
-
-
 def _check_mean(aux: Aux) -> None:
     """Raises ValueError for a loss that is not one mean: its parts could not be weighted."""
-    if isinstance(aux.weight, tuple):
-        raise ValueError(
-            "micro_batches: expected a loss that is one mean over examples, got a sum, or several "
-            "means with separate masks or weights. Use a mean (in Keras, "
-            "reduction='sum_over_batch_size'), or smaller batches with optax.MultiSteps."
-        )
-
-
-def _check_outputs(outputs: PyTree, size: int) -> None:
-    """Raises ValueError unless all outputs have one row an example, which can be joined."""
-    wrong = _tree.format_leaves(outputs, lambda x: x.shape[:1] != (size,))
-    expected = f"outputs whose first axis is that of a micro-batch, {size}"
-    require_no_problems("micro_batches", wrong, expected, "Return scalars in Aux(logs=...).")
+    is_mean = not isinstance(aux.weight, tuple)
+    expected = "a loss that is one mean over examples, and neither a sum nor several means"
+    advice = "Use a mean, or smaller batches with optax.MultiSteps."
+    require(is_mean, "micro_batches", expected, aux.weight, advice)

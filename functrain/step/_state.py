@@ -1,6 +1,5 @@
 """The state that training carries from step to step."""
 
-import dataclasses
 import zlib
 from typing import Any, Self, cast
 
@@ -88,7 +87,6 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         """
         check_rng(rng)
         check_tx(tx)
-        fields = _copy_fields(cls, fields)
         params = _tree.copy(params)
         # For a complex array, jax returns the conjugate of the direction in which the loss grows: a
         # step against it, as optax takes, goes uphill in the imaginary part.
@@ -100,16 +98,18 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
             is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
             expected = "a floating-point array"
             require(is_float, f"params/{path}", expected, leaf, advice, error=TypeError)
-        return cls(
+        state = cls(
             step=jnp.zeros((), jnp.int32),
-            params=params,
-            model_state=_tree.copy(model_state),
-            # An init may keep the params themselves, or one array twice. A buffer that two leaves
-            # share cannot be donated.
-            opt_state=_tree.copy(tx.init(params)),
-            rng=_tree.copy(rng),
+            params=(),
+            model_state=model_state,
+            opt_state=tx.init(params),
+            rng=rng,
             **fields,
         )
+        # An init may keep the params themselves, or one array twice. A buffer that two leaves share
+        # cannot be donated.
+        created: Self = _tree.copy(state).replace(params=params)
+        return created
 
     def apply_gradients(
         self, grads: PyTree, tx: optax.GradientTransformation, **extra_args: Any
@@ -139,34 +139,6 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
             params = optax.apply_updates(self.params, updates)
             step = self.step + jnp.ones((), self.step.dtype)
         return self.replace(step=step, params=params, opt_state=opt_state)
-
-
-def _copy_fields(cls: type[TrainState], values: dict[str, Any]) -> dict[str, Any]:
-    """Returns copies of the fields that a subclass adds; raises TypeError for unknown or missing.
-
-    A field that is not part of the pytree, such as a function, is not copied.
-    """
-    base = {field.name for field in dataclasses.fields(TrainState)}
-    added = {field.name: field for field in dataclasses.fields(cls) if field.name not in base}
-    defaults = {}
-    for name, field in added.items():
-        if field.default is not dataclasses.MISSING:
-            defaults[name] = field.default
-        elif field.default_factory is not dataclasses.MISSING:
-            defaults[name] = field.default_factory()
-    if not (added.keys() - defaults.keys()) <= values.keys() <= added.keys():
-        fields = [f"{name}=..." if name in defaults else name for name in added]
-        expected = f"the fields {', '.join(fields)}" if fields else "no further fields"
-        got = ", ".join(values) or "none of them"
-        raise TypeError(
-            f"{cls.__name__}.create: expected {expected}, got {got}. It makes step and opt_state; "
-            "further fields are declared in a subclass: class State(functrain.TrainState): ema: Any"
-        )
-    copies = dict[str, Any]()
-    for name, value in {**defaults, **values}.items():
-        is_in_tree = added[name].metadata.get("pytree_node", True)
-        copies[name] = _tree.copy(value) if is_in_tree else value
-    return copies
 
 
 def step_key(state: TrainState, name: str) -> jax.Array:
@@ -215,22 +187,18 @@ def require_key(name: str, key: Any) -> None:
 def check_tx(tx: Any) -> None:
     """Raises TypeError unless `tx` is an optax transformation."""
     # Checked by its methods, not by its class: any pair of such functions works.
-    if callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None)):
-        return
-    advice = f"Call it: {_repr.name(tx)}(...)." if callable(tx) else ""
-    # Keras optimizers have this method.
-    if hasattr(tx, "stateless_apply"):
-        advice = "Pass bridge.optimizer(tx)."
+    is_tx = callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))
     expected = "an optax transformation, such as optax.adam(1e-3)"
-    require(False, "tx", expected, tx, advice, error=TypeError)
+    advice = "Call the function that makes one; for a Keras optimizer, pass bridge.optimizer(tx)."
+    require(is_tx, "tx", expected, tx, advice, error=TypeError)
 
 
 def _check_opt_state(opt_state: PyTree, params: PyTree, tx: optax.GradientTransformation) -> None:
     """Raises ValueError if `opt_state` belongs to another optimizer.
 
-    Compares the paths, shapes and kinds of numbers of its leaves. Dtypes may differ, since moments
-    may be wider than params that were cast. Container types are not compared: they may hold
-    functions, which never compare equal.
+    Compares the paths and shapes of its leaves. Dtypes may differ, since moments may be wider than
+    params that were cast. Container types are not compared: they may hold functions, which never
+    compare equal.
     """
     # jax caches this trace: once for each tx and each structure of params.
     try:
@@ -238,22 +206,13 @@ def _check_opt_state(opt_state: PyTree, params: PyTree, tx: optax.GradientTransf
     except Exception:
         # An init that reads values cannot be traced, so there is nothing to compare with.
         return
-    lines = _tree.spec_differences(_kind_specs(expected_state), _kind_specs(opt_state))
+    expected, got = (
+        {path: list(jnp.shape(x)) for path, x in _tree.leaves_with_path(tree)}
+        for tree in (expected_state, opt_state)
+    )
+    lines = _tree.spec_differences(expected, got)
     advice = (
         "Pass the tx that the state was created with; to continue with another one, "
         "state.replace(opt_state=tx.init(state.params))."
     )
-    require_no_problems("opt_state", lines, "the leaves that this tx makes for params", advice)
-
-
-def _kind_specs(tree: PyTree) -> dict[str, str]:
-    """Returns the kind of number and the shape of each leaf by path, such as ``float[8, 3]``."""
-    kind_names = {"b": "bool", "i": "int", "u": "int", "c": "complex"}
-    specs = {}
-    for path, x in _tree.leaves_with_path(tree):
-        # A typed key is not a number, and has no such kind.
-        if not _tree.is_key(x):
-            # bfloat16 and other dtypes of ml_dtypes have the kind "V".
-            kind = kind_names.get(jnp.result_type(x).kind, "float")
-            specs[path] = _tree.format_spec(kind, jnp.shape(x))
-    return specs
+    require_no_problems("opt_state", lines, "leaves of the shapes that this tx makes", advice)

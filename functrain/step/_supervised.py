@@ -1,19 +1,19 @@
 """The loss of a model on inputs and labels."""
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from functrain.common import _repr, _tree
+from functrain.common import _tree
 from functrain.common._checks import require, require_one_of
 from functrain.common._types import PyTree
 from functrain.data._batch import Part, expand_weight, require_parts, select, unpack
 from functrain.model._model import Model, ModelOutput, require_model
 from functrain.step._loss import Aux, LossFn
-from functrain.step._notes import add_advice
 
 Reduction: TypeAlias = Literal["mean", "weighted_mean"]
 
@@ -79,22 +79,17 @@ def supervised(
     require(callable(loss), "loss", "loss(outputs, y)", loss, advice, error=TypeError)
     # With the arguments the wrong way round, a Keras loss would compute a wrong number. Its class
     # may be the user's own.
-    is_of_keras = (getattr(loss, "__module__", None) or "").split(".")[0] == "keras"
-    if is_of_keras or hasattr(loss, "get_config"):
-        raise TypeError(
-            f"loss: expected loss(outputs, y), got {_repr.name(loss)}, which takes the labels "
-            "first. Use bridge.loss(loss) for a Keras loss, or lambda outputs, y: loss(y, outputs)."
-        )
+    is_of_keras = (getattr(loss, "__module__", None) or "").startswith("keras.")
+    takes_labels_first = is_of_keras or hasattr(loss, "get_config")
+    expected = "loss(outputs, y), not one that takes the labels first"
+    require(
+        not takes_labels_first, "loss", expected, loss, "Use bridge.loss(loss).", error=TypeError
+    )
     # Losses of bridge.loss have this method, which applies weights, and returns the divisor.
     with_weight = getattr(loss, "with_weight", None)
-    require(
-        with_weight is None or reduction == "mean",
-        "reduction",
-        "'mean' with a loss of bridge.loss, which applies the weights",
-        reduction,
-        "For a Keras loss, choose its reduction, as in "
-        "bridge.loss(keras.losses.Huber(reduction='mean_with_sample_weight')).",
-    )
+    is_valid = with_weight is None or reduction == "mean"
+    expected = "'mean' with a loss of bridge.loss, which has a reduction of its own"
+    require(is_valid, "reduction", expected, reduction)
     require_parts(inputs=inputs, labels=labels, sample_weight=sample_weight)
     has_parts = inputs is not None and labels is not None
     has_no_part = inputs is None and labels is None and sample_weight is None
@@ -121,15 +116,16 @@ def supervised(
         x, y, weight = split(batch)
         output = apply_model(model, params, model_state, x, rng=rng, training=training)
         outputs = output.outputs
-        divisor: Any = None
+        divisor: Any
         try:
             if with_weight is None:
-                values = loss(outputs, y)
+                values, divisor = loss(outputs, y), None
             else:
                 values, divisor = with_weight(outputs, y, weight)
         except Exception as error:
             # Errors of optax about shapes and dtypes do not show both arguments.
-            add_advice(error, _labels_note, outputs, y)
+            with contextlib.suppress(Exception):
+                error.add_note(f"loss(outputs, y) got {_specs(outputs)} and {_specs(y)}.")
             raise
         values = jnp.asarray(values)
         if with_weight is not None:
@@ -164,33 +160,8 @@ def apply_model(
     return output
 
 
-def _labels_note(outputs: PyTree, y: PyTree) -> str:
-    """Returns a note for an error of a loss: its arguments, and how to make the labels fit."""
-    output_specs, label_specs = (
-        ", ".join(map(_tree.spec, jax.tree.leaves(tree))) for tree in (outputs, y)
-    )
-    arguments = f"outputs {output_specs} and labels {label_specs}"
-    return " ".join([f"This came from loss(outputs, y), with {arguments}.", *_advice(outputs, y)])
-
-
-def _advice(outputs: PyTree, y: PyTree) -> Iterator[str]:
-    """Yields advice for the usual mistakes: a missing axis, or classes in place of scores."""
-    if not (_tree.is_array(outputs) and _tree.is_array(y)):
-        return
-    is_integer = jnp.issubdtype(y.dtype, jnp.integer)
-    if outputs.ndim == y.ndim + 1 and outputs.shape[-1] == 1:
-        yield "Give the labels the shape of the outputs, y[:, None], or use outputs[:, 0]."
-    elif outputs.ndim == y.ndim + 1:
-        sparse_loss = "optax.softmax_cross_entropy_with_integer_labels"
-        if is_integer:
-            one_hot = f"jax.nn.one_hot(y, {outputs.shape[-1]})"
-            yield f"Integer classes need {sparse_loss}, or convert them with {one_hot}."
-        else:
-            yield f"Classes must be integers, y.astype(int), for {sparse_loss}."
-    elif outputs.ndim == y.ndim and y.shape[-1:] == (1,) < outputs.shape[-1:]:
-        yield "If each example has one label, pass y[:, 0]."
-    elif outputs.shape == y.shape and outputs.shape[-1:] > (1,) and not is_integer:
-        yield "Labels with the shape of the outputs need a loss like optax.softmax_cross_entropy."
+def _specs(tree: PyTree) -> str:
+    return ", ".join(map(_tree.spec, jax.tree.leaves(tree)))
 
 
 def _reduce(

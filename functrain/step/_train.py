@@ -14,7 +14,7 @@ from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
 from functrain.step._check import check_loss, require_distinct_names
 from functrain.step._loss import Aux, LossFn
-from functrain.step._metered import MeteredStep, unmetered_step
+from functrain.step._metered import MeteredStep, logs_of
 from functrain.step._state import TrainState, check_tx
 from functrain.step._update import update
 from functrain.tx._logs import logged
@@ -67,15 +67,12 @@ def train_step(
     """
     check_loss(loss_fn)
     check_tx(tx)
-    require(
-        learning_rate is None or callable(learning_rate),
-        "learning_rate",
-        "the schedule inside tx, count -> rate",
-        learning_rate,
-        "Pass a constant rate to tx alone, as in optax.adam(1e-3). To see it in the logs, use "
-        "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3).",
-        error=TypeError,
+    is_schedule = learning_rate is None or callable(learning_rate)
+    expected = "the schedule inside tx, count -> rate"
+    advice = (
+        "A constant rate is logged by optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
     )
+    require(is_schedule, "learning_rate", expected, learning_rate, advice, error=TypeError)
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
         new, loss, aux = update(state, loss_fn, tx, batch)
@@ -87,7 +84,14 @@ def train_step(
         return new, loss, aux.replace(logs={**optimizer_logs, **aux.logs})
 
     require_distinct_names("metrics", metrics or (), ["loss"], "the step")
-    return MeteredStep(train, collection(metrics)) if metrics else unmetered_step(train)
+    if metrics:
+        return MeteredStep(train, collection(metrics))
+
+    def step(state: TrainState, batch: PyTree, /) -> tuple[TrainState, PyTree]:
+        new, loss, aux = train(state, batch)
+        return new, logs_of(loss, aux)
+
+    return step
 
 
 def _update_count(state: TrainState) -> jax.Array:

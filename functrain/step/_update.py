@@ -1,5 +1,6 @@
 """One gradient step, the building block of training steps."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,10 +63,8 @@ def update(
     # By its method, so that subclasses and similar classes work.
     if not hasattr(state, "apply_gradients"):
         raise TypeError(
-            f"state: expected a TrainState, got {type(state).__name__}. Make one with "
-            "functrain.TrainState.create(params=params, model_state=model_state, tx=tx), and call "
-            "update(state, loss_fn, tx, batch). For a population, use "
-            "functrain.population.step(step)."
+            f"state: expected a TrainState, got {type(state).__name__}. Write update(state, "
+            "loss_fn, tx, batch). For a population, use functrain.population.step(step)."
         )
     check_loss(loss_fn)
     check_tx(tx)
@@ -148,52 +147,36 @@ def compute_loss(
     """
     try:
         # Noted here and not only in the loops, so that a step called by hand has the notes too.
-        with error_notes(args[0] if len(args) == 1 else args, params):
+        with error_notes(args[0] if len(args) == 1 else args):
             result = loss_fn(params, model_state, *args, rng=rng, training=training)
-    except TypeError as error:
-        # jax.random functions reject None with this text.
-        if rng is None and "PRNG key" in str(error):
-            raise TypeError(f"loss_fn: {_NO_RNG[training]}") from error
+    except Exception as error:
+        # The errors of jax, flax and Equinox for None in place of a key say no more than that.
+        if rng is None and _MISSING_KEY.search(str(error)):
+            error.add_note(
+                "The loss was called with rng=None. Pass rng=jax.random.key(seed) to "
+                "TrainState.create, and to eval_step if it draws random numbers in evaluation too."
+            )
         raise
     return _check_result(result, model_state)
 
 
-_NO_RNG = {
-    True: "expected a state with an rng, since the loss draws random numbers, got rng=None. Create "
-    "the state with TrainState.create(..., rng=jax.random.key(seed)).",
-    False: "expected no random numbers in evaluation, where rng is None. Draw them only `if "
-    "training:`, which is a Python bool, or pass a key for evaluation: "
-    "eval_step(loss_fn, rng=jax.random.key(seed)).",
-}
+_MISSING_KEY = re.compile("PRNG|requires a key")
 
 
 def _check_result(result: Any, model_state: PyTree) -> tuple[jax.Array, Aux]:
     """Returns the loss and the Aux; raises TypeError unless the result is such a pair."""
     is_pair = isinstance(result, tuple | list) and len(result) == 2
+    aux: Any
     loss, aux = result if is_pair else (None, None)
     # A plain dict of logs, of a loss that leaves the model state as it was.
     if isinstance(aux, Mapping):
         aux = Aux(model_state, logs=aux)
-    if not isinstance(aux, Aux):
-        raise TypeError(
-            f"loss_fn: expected it to return (loss, Aux(...)), got {_describe(result)}. Write: "
-            "return loss, functrain.Aux(model_state), or return loss, {'name': value} with logs "
-            "alone."
-        )
+    is_valid = isinstance(aux, Aux)
+    advice = "Write: return loss, functrain.Aux(model_state), or return loss, {'name': value}."
+    require(is_valid, "loss_fn", "(loss, Aux(...)) from it", result, advice, error=TypeError)
     require_instance("Aux.logs", aux.logs, Mapping, "a dict of scalars by name")
     loss = jnp.asarray(loss)
     is_scalar = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)
     advice = "Reduce it with jnp.mean, or let functrain.supervised do that."
     require(is_scalar, "loss_fn", "a scalar loss, float32[]", loss, advice, error=TypeError)
     return loss, aux
-
-
-def _describe(result: Any) -> str:
-    """Returns the dtypes and shapes of a loss's result; the repr of a tracer shows neither."""
-    if isinstance(result, tuple | list):
-        return f"({', '.join(map(_describe, result))})"
-    if result is None:
-        return "None"
-    if _tree.is_array(result) and not result.shape:
-        return f"a {result.dtype} scalar"
-    return _tree.spec(result)

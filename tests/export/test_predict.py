@@ -167,7 +167,7 @@ def test_a_step_that_measures_is_no_step_that_predicts(tmp_path) -> None:
         return batch.mean(), ft.Aux(model_state)
 
     state, _ = linear()
-    with pytest.raises(TypeError, match=r"carries metrics.*predict_step"):
+    with pytest.raises(TypeError, match=r"got MeteredStep\(.*predict_step"):
         ft.export.predict(tmp_path / "model", state, ft.eval_step(loss_fn), jnp.ones((1, 3)))
 
 

@@ -222,11 +222,14 @@ def test_a_function_is_initialized_from_the_key() -> None:
     assert len(structures) == 1
 
 
-def test_a_module_that_lacks_a_key_is_told_where_it_comes_from() -> None:
-    model = ft.from_equinox(eqx.nn.Dropout(0.5))
+def test_a_loss_of_a_module_that_lacks_a_key_is_told_where_it_comes_from() -> None:
+    model = ft.from_equinox(eqx.nn.Sequential([eqx.nn.Dropout(0.5)]))
+    loss_fn = ft.supervised(model, optax.squared_error)
+    state = ft.TrainState.create(params=model.init(KEY, X)[0], tx=optax.sgd(0.1))
+    state = state.replace(model_state=model.init(KEY, X)[1])
     with pytest.raises(RuntimeError, match="requires a key") as error:
-        model.apply(*model.init(KEY, X), X, training=True)
-    assert "pass rng=jax.random.key(seed) to TrainState.create" in "".join(error.value.__notes__)
+        ft.update(state, loss_fn, optax.sgd(0.1), (X, X))
+    assert "Pass rng=jax.random.key(seed) to TrainState.create" in "".join(error.value.__notes__)
 
 
 class Two(eqx.Module):

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from functrain import TrainState, from_linen
+from functrain import TrainState, from_linen, supervised, update
 
 from ..conftest import digest
 
@@ -175,9 +175,11 @@ def test_state_has_no_values_of_one_batch(collection):
 
 def test_a_call_that_lacks_something_is_told_where_it_comes_from(linen):
     model, params, model_state = linen
+    tx = optax.sgd(0.1)
+    state = TrainState.create(params=params, model_state=model_state, tx=tx)
     with pytest.raises(flax.errors.InvalidRngError) as error:
-        model.apply(params, model_state, X, training=True)
-    assert "pass rng=jax.random.key(seed) to TrainState.create" in "".join(error.value.__notes__)
+        update(state, supervised(model, optax.squared_error), tx, (X, Y))
+    assert "Pass rng=jax.random.key(seed) to TrainState.create" in "".join(error.value.__notes__)
     with pytest.raises(flax.errors.ScopeCollectionNotFound) as error:
         model.apply(params, (), X)
     assert "TrainState.create(params=params, model_state" in "".join(error.value.__notes__)

@@ -99,7 +99,7 @@ def test_params_that_cannot_be_trained_are_refused_by_name() -> None:
 
 
 def test_a_function_in_the_state_is_refused_by_name() -> None:
-    with pytest.raises(TypeError, match="expected an array at act, got function"):
+    with pytest.raises(TypeError, match="expected an array at model_state/act, got function"):
         TrainState.create(params=PARAMS, tx=optax.sgd(0.1), model_state={"act": lambda x: x})
 
 
@@ -142,10 +142,9 @@ def test_a_subclass_is_pickled() -> None:
 @pytest.mark.parametrize(
     ("cls", "fields", "message"),
     [
-        (Averaged, {}, r"the fields average, decay=\.\.\., name=\.\.\., got none of them"),
-        (Averaged, {"average": 1.0, "avg": 1.0}, "got average, avg"),
-        (TrainState, {"apply_fn": len}, "expected no further fields, got apply_fn"),
-        (Averaged, {"average": len}, "expected an array at .*, got"),
+        (Averaged, {}, "missing 1 required positional argument: 'average'"),
+        (TrainState, {"apply_fn": len}, "unexpected keyword argument 'apply_fn'"),
+        (Averaged, {"average": len}, "expected an array at average, got builtin"),
     ],
 )
 def test_fields_that_do_not_fit_the_class_are_refused(cls, fields, message) -> None:

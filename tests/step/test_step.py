@@ -201,12 +201,11 @@ def test_the_parts_of_a_loss_are_means_over_examples_in_evaluation() -> None:
 
 
 def test_names_of_logs_that_are_taken_or_missing_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"other than those of the loss and the metrics, got \['loss'"
-    ):
+    message = r"other than those of the loss and the metrics, got \['loss'"
+    with pytest.raises(ValueError, match=message):
         ft.eval_step(loss_fn, logs=["loss"])
     step = ft.eval_step(loss_fn, logs=["kl"])
-    with pytest.raises(ValueError, match=r"names among \['scale'\], got \['kl'\]"):
+    with pytest.raises(ValueError, match=r"names among \['scale'\], got 'kl'"):
         step(step.start(make_state(optax.sgd(0.1))), (X, Y))
 
 
@@ -232,37 +231,27 @@ def test_two_updates_make_a_step_of_two_optimizers() -> None:
     [
         (lambda x: (x, ft.Aux({})), r"expected a scalar loss, float32\[\], got float32\[4, 1\]"),
         (lambda x: (jnp.int32(1), ft.Aux({})), r"expected a scalar loss.*got int32\[\]"),
-        (
-            lambda x: x.sum(),
-            r"got a float32 scalar\. Write: return loss, functrain\.Aux\(model_state\)",
-        ),
-        (
-            lambda x: (x.sum(), x),
-            r"return \(loss, Aux\(.*got \(a float32 scalar, float32\[4, 1\]\)\. Write",
-        ),
-        (lambda x: None, r"return \(loss, Aux\(\.\.\.\)\), got None\. Write"),
+        (lambda x: x.sum(), r"expected \(loss, Aux\(.*got float32\[\]\. Write: return loss, funct"),
+        (lambda x: (x.sum(), x), r"expected \(loss, Aux\(.*got 5 in 2 arrays\. Write"),
+        (lambda x: None, r"expected \(loss, Aux\(\.\.\.\)\) from it, got None\. Write"),
     ],
 )
 def test_a_loss_function_that_returns_something_else_is_refused(result, message) -> None:
-    tx = optax.sgd(0.1)
-
     def wrong(params, model_state, batch, *, rng, training):
         return result(params["w"])
 
+    tx = optax.sgd(0.1)
     with pytest.raises(TypeError, match=message):
         jax.jit(ft.train_step(wrong, tx))(make_state(tx), (X, Y))
-    step = ft.eval_step(wrong)
-    with pytest.raises(TypeError, match=message):
-        step(step.start(make_state(tx)), (X, Y))
 
 
-def test_bare_and_metered_states_are_told_apart() -> None:
+def test_a_step_with_metrics_takes_a_state_with_metrics() -> None:
     tx = optax.sgd(0.1)
-    with_metrics = ft.train_step(loss_fn, tx, metrics={"mae": ft.metrics.mean_absolute_error()})
+    step = ft.train_step(loss_fn, tx, metrics={"mae": ft.metrics.mean_absolute_error()})
     with pytest.raises(TypeError, match=r"expected Metered.*step\.start\(state\)"):
-        with_metrics(make_state(tx), (X, Y))
-    with pytest.raises(TypeError, match="expected a bare state, got Metered"):
-        ft.train_step(loss_fn, tx)(with_metrics.start(make_state(tx)), (X, Y))
+        step(make_state(tx), (X, Y))
+    with pytest.raises(TypeError, match="state: expected a TrainState, got Metered"):
+        ft.train_step(loss_fn, tx)(step.start(make_state(tx)), (X, Y))
 
 
 def test_a_metric_named_as_the_loss_is_refused() -> None:
@@ -273,11 +262,9 @@ def test_a_metric_named_as_the_loss_is_refused() -> None:
         ft.eval_step(loss_fn, metrics=metrics)
 
 
-@pytest.mark.parametrize(
-    ("tx", "hint"), [("adam", ""), (keras.optimizers.Adam(), r".*Pass bridge\.optimizer\(tx\)")]
-)
-def test_what_is_no_optax_transformation_is_refused(tx, hint) -> None:
-    with pytest.raises(TypeError, match="tx: expected an optax transformation" + hint):
-        make_state(tx)
-    with pytest.raises(TypeError, match="tx: expected an optax transformation" + hint):
-        ft.train_step(loss_fn, tx)
+@pytest.mark.parametrize("tx", ["adam", keras.optimizers.Adam()])
+def test_what_is_no_optax_transformation_is_refused(tx) -> None:
+    message = r"tx: expected an optax transformation.*pass bridge\.optimizer\(tx\)"
+    for make in (make_state, lambda tx: ft.train_step(loss_fn, tx)):
+        with pytest.raises(TypeError, match=message):
+            make(tx)

@@ -68,15 +68,14 @@ def test_a_metric_whose_value_is_no_scalar_is_refused_before_the_first_step() ->
 @pytest.mark.parametrize(
     ("made", "stepped", "found"),
     [
-        (optax.adam(0.1), optax.sgd(0.1), r"0/mu/b: unexpected \(got float\[\]\)"),
-        (optax.sgd(0.1), optax.adam(0.1), r"0/mu/w: missing \(expected float\[3\]\)"),
+        (optax.adam(0.1), optax.sgd(0.1), r"0/mu/b: unexpected \(got \[\]\)"),
+        (optax.sgd(0.1), optax.adam(0.1), r"0/mu/w: missing \(expected \[3\]\)"),
         (optax.adam(0.1), optax.chain(optax.clip(1.0), optax.adam(0.1)), "1/0/count: missing"),
-        (optax.sgd(0.1), optax.sgd(0.1, momentum=0.9), "0/trace/w: missing"),
     ],
 )
 def test_the_state_of_another_optimizer_is_refused_by_leaf(made, stepped, found) -> None:
     step = ft.train_step(logging(), stepped)
-    with pytest.raises(ValueError, match=rf"(?s)opt_state: expected the leaves.*{found}"):
+    with pytest.raises(ValueError, match=rf"(?s)opt_state: expected leaves of.*{found}"):
         ft.fit(start(made), step, LOADER, verbose=0)
 
 
@@ -113,18 +112,6 @@ def test_looking_at_the_optimizers_state_leaves_nothing_in_the_program() -> None
     assert with_check.count("\n") == without.count("\n")
 
 
-def drawing(params, model_state, batch, *, rng, training):
-    return jnp.mean(params["w"] * jax.random.normal(rng, (3,))), ft.Aux(model_state)
-
-
-def test_a_loss_that_draws_without_a_key_is_told_where_keys_come_from() -> None:
-    with pytest.raises(TypeError, match=r"expected a state with an rng.*rng=jax\.random\.key"):
-        ft.update(start(), drawing, TX, (X, X))
-    step = ft.eval_step(drawing)
-    with pytest.raises(TypeError, match=r"expected no random numbers in evaluation.*if training"):
-        step(step.start(start(rng=jax.random.key(0))), (X, X))
-
-
 def test_a_loader_of_inputs_alone_is_refused_with_its_shape() -> None:
     model = ft.Model(
         init=lambda key, x: ({}, {}),
@@ -138,10 +125,10 @@ def test_a_loader_of_inputs_alone_is_refused_with_its_shape() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((logging(), start(), TX), r"state: .* got function.*update\(state, loss_fn, tx, batch\)"),
-        ((start(), TX, logging()), "loss_fn: expected .*got GradientTransformation"),
-        ((start(), ft.train_step(logging(), TX), TX), "loss_fn: .* pass the loss that it was made"),
-        ((start(), logging(), optax.adam), r"tx: expected .* got adam\. Call it"),
+        ((logging(), start(), TX), r"state: expected a TrainState, got .*update\(state, loss_fn"),
+        ((start(), TX, logging()), r"loss_fn: expected \(params, .*supervised\(model, loss\)"),
+        ((start(), ft.train_step(logging(), TX), TX), r"loss_fn: .*got step\(state, batch\)"),
+        ((start(), logging(), optax.adam), r"tx: expected .* got adam\. Call the function"),
     ],
 )
 def test_arguments_of_update_that_are_mixed_up_are_named(arguments, words) -> None:
@@ -158,11 +145,3 @@ def test_a_loss_is_no_step(loss) -> None:
 @pytest.mark.parametrize("step", [ft.train_step(logging(), TX), lambda s, b: (s, {}), np.add])
 def test_a_step_is_a_step(step) -> None:
     check_step(step)
-
-
-def test_a_state_is_started_once() -> None:
-    step = ft.train_step(logging(), TX, metrics=MAE)
-    with pytest.raises(TypeError, match="expected a bare state, got Metered"):
-        step.start(step.start(start()))
-    with pytest.raises(TypeError, match=r"expected a bare state, got Metered.*metered\.state"):
-        ft.train_step(logging(), TX)(step.start(start()), (X, X))

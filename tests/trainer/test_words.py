@@ -37,7 +37,7 @@ def test_a_keras_model_is_sent_to_the_bridge() -> None:
         ((STATE, STEP, list(range(10**6))), "data: expected a list of batches, got one of ints"),
         ((MODULE, STEP, LOADER), r"state: .* got the module Dense.*functrain\.from_linen"),
         ((MODEL, STEP, LOADER), r"state: .* got a functrain\.Model"),
-        ((PARAMS, STEP, LOADER), r"state: expected a TrainState, got dict.*TrainState\.create"),
+        ((PARAMS, STEP, LOADER), r"state: expected a TrainState, got dict"),
         ((STEP, STATE, LOADER), r"step: expected \(state, batch\).*got TrainState"),
         ((STATE, LOSS, LOADER), r"step: expected .* got loss_fn\(params.*train_step"),
         ((STATE, ft.eval_step(LOSS), LOADER), r"step: expected a step that trains.*eval_step"),
@@ -53,11 +53,11 @@ def test_what_is_mixed_up_is_named(args, words) -> None:
 @pytest.mark.parametrize(
     ("loss", "words"),
     [
-        (MODEL, r"got a model\. .*supervised\(model, loss\)"),
-        (KERAS, r"got a model\. .*supervised\(bridge\.from_keras\(model\), loss\)"),
-        (optax.softmax_cross_entropy, r"without rng and training.*supervised\(model, loss\)"),
-        (STEP, r"got step\(state, batch\) without rng and training"),
-        (lambda params, state, batch, *, rng: 0, "without training"),
+        (MODEL, r"got Model\(\)\. .*supervised\(model, loss\)"),
+        (KERAS, r"got Sequential\(.*supervised\(model, loss\)"),
+        (optax.softmax_cross_entropy, r"got softmax_cross_entropy\(logits, labels"),
+        (STEP, r"got step\(state, batch\)"),
+        (lambda params, state, batch, *, rng: 0, r"got <lambda>\(params, state, batch, rng\)"),
         ("mse", "got str"),
     ],
 )
@@ -73,7 +73,9 @@ def test_a_loss_is_a_loss(loss) -> None:
 
 
 def test_a_function_that_makes_an_optimizer_is_to_be_called() -> None:
-    with pytest.raises(TypeError, match=r"tx: expected .* got adam\. Call it: adam\(\.\.\.\)"):
+    with pytest.raises(
+        TypeError, match=r"tx: expected .* got adam\. Call the function that makes one"
+    ):
         ft.train_step(LOSS, optax.adam)
 
 
@@ -142,39 +144,15 @@ def test_a_loss_that_drops_the_model_state_is_told_to_hand_it_on() -> None:
 
 
 def test_a_step_is_not_cut_into_micro_batches() -> None:
-    with pytest.raises(TypeError, match=r"loss_fn: expected .*got step.*pass the loss that it was"):
+    with pytest.raises(TypeError, match=r"loss_fn: expected .*got step\(state, batch\)"):
         ft.micro_batches(STEP, 2)
 
 
 def test_predict_says_what_it_takes() -> None:
-    with pytest.raises(TypeError, match=r"got a step that carries metrics.*predict_step\(model\)"):
+    with pytest.raises(TypeError, match=r"got MeteredStep.*predict_step\(model\)"):
         ft.predict(STATE, ft.eval_step(LOSS), LOADER)
     with pytest.raises(ValueError, match=r"(?s)one row for each example.*predict_step\(model\)"):
         ft.predict(STATE, STEP, LOADER)
-    with pytest.raises(Exception) as error:  # noqa: PT011  # flax's own
-        ft.predict(STATE, ft.predict_step(MODEL), LOADER)
-    notes = "\n".join(error.value.__notes__)
-    assert "batches of inputs alone: ArrayLoader(x, batch_size)" in notes
-
-
-def test_all_variables_of_a_module_are_no_params() -> None:
-    class Normed(nn.Module):
-        @nn.compact
-        def __call__(self, x, train):
-            return nn.BatchNorm(use_running_average=not train)(x)
-
-    model, variables = ft.from_linen(Normed()), Normed().init(jax.random.key(0), X, train=False)
-    step = ft.train_step(ft.supervised(model, optax.squared_error), TX)
-    whole = ft.TrainState.create(params=variables, tx=TX)
-    with pytest.raises(
-        ValueError, match=r"collections that init returned, got params \['batch_stats', 'par"
-    ):
-        ft.fit(whole, step, ft.ArrayLoader((X, X), 4), verbose=0)
-    forgotten = ft.TrainState.create(params=variables["params"], tx=TX)
-    with pytest.raises(
-        ValueError, match=r"collections that init returned, got params \['BatchNorm_0'"
-    ):
-        ft.fit(forgotten, step, ft.ArrayLoader((X, X), 4), verbose=0)
 
 
 def test_explain_rewrites_takes_steps_with_metrics_and_without() -> None:
