@@ -1,7 +1,6 @@
 """`jax.jit` for every program of functrain, which avoids known miscompilations of XLA."""
 
 import contextlib
-import enum
 import functools
 import os
 import re
@@ -10,19 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import primitives
 from jaxlib.version import __version__ as jaxlib_version
 
 from functrain.common import _tree
 from functrain.common._checks import require_one_of
 from functrain.common._platform import platform_of
 from functrain.common._warnings import warn
-from functrain.rewrites._optimize import evaluate, trace
+from functrain.rewrites._conv import crop
+from functrain.rewrites._optimize import evaluate
 from functrain.rewrites._pass import rewrite_jaxpr
-from functrain.rewrites.cropped_conv import cropped_conv
+from functrain.rewrites._rewrite import Rewrite
 
 # jaxlib before 0.12 miscompiles some programs for CPUs.
 # Convolutions with a padding that is negative in front of an axis and positive behind it read
-# outside of the image (openxla/xla#48713). Fixed in 0.12.0.
+# outside of the image (openxla/xla#48713). Fixed in 0.12.0. XLA also makes such a padding itself:
+# it adds a positive padding of the image to a negative one of the convolution. A sliced image with
+# no negative padding in front is convolved correctly, and XLA leaves it alone.
 # Parts of programs are compiled with YNNPACK ("ynn fusions"). Two kinds of these are wrong:
 # - A product that is reduced in the same fusion. Rows beyond 128 KiB are wrong (jax#39103), and
 #   0.10.0 and 0.10.1 crash in sums of a product over more than 32,768 rows. Fixed in 0.11.0.
@@ -30,13 +33,6 @@ from functrain.rewrites.cropped_conv import cropped_conv
 # Delete CheckedJit when 0.12 is the oldest supported version of jax.
 _VERSION = tuple(map(int, re.findall(r"\d+", jaxlib_version)[:3]))
 IS_AFFECTED = _VERSION < (0, 12)
-
-
-class Fault(enum.Enum):
-    """A known kind of miscompilation."""
-
-    CROPPED_CONVOLUTION = "a convolution with negative padding"
-    FUSION = "a sum of products"
 
 
 # The compiler option that turns ynn fusions off. XLA's own sums are slower, by up to 45 % in
@@ -47,10 +43,9 @@ WITHOUT_FUSIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 _COMPUTATION = re.compile(r"^(%[\w.-]+) ([^\n]*\{\n.*?)^\}", re.MULTILINE | re.DOTALL)
 _YNN_FUSION = re.compile(r'calls=(%[\w.-]+)[^\n]*"__ynn_fusion"')
 _PRODUCT = re.compile(r" (?:dot|convolution)\(")
+# Most of those with a window are right, but not those over two or three rows.
 _REDUCTION = re.compile(r" reduce(?:-window)?\(")
 _RANK_7 = re.compile(r"\w\[\d+(?:,\d+){6,}\]")
-# `pad` has the padding of each axis, such as 0_0x-1_1.
-_CROPPED_CONVOLUTION = re.compile(r" convolution\([^\n]* pad=(?:-?\d+_-?\d+x)*-\d+_[1-9]")
 
 
 class MiscompilationWarning(UserWarning):
@@ -63,10 +58,11 @@ class MiscompilationWarning(UserWarning):
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """Returns ``jax.jit(function, **options)`` without the fusions that XLA compiles wrongly.
+    """Returns ``jax.jit(function, **options)`` without what XLA compiles wrongly.
 
-    With a jaxlib that has no such fusions this is `jax.jit` itself. Otherwise every program is
-    inspected after its compilation and before its first run, and compiled again if it has one.
+    With a jaxlib that compiles all of it correctly this is `jax.jit` itself. Otherwise images are
+    cropped before their convolutions, and every program is inspected after its compilation and
+    before its first run, and compiled again if it has a wrong fusion.
     FUNCTRAIN_CHECK_PROGRAMS=off in the environment turns this off. Within a transformation (an
     outer `jax.jit`, `jax.vmap`, `jax.grad`) the function is inlined into the outer program, and
     compiled with it.
@@ -92,28 +88,17 @@ def jit_without_arithmetic(function: Callable[..., Any], **options: Any) -> Any:
     return jax.jit(function, **options)
 
 
-def find_faults(hlo: str) -> set[Fault]:
-    """Returns the faults that the text of a compiled program has."""
-    faults = set()
-    if _CROPPED_CONVOLUTION.search(hlo):
-        faults.add(Fault.CROPPED_CONVOLUTION)
-    if _has_wrong_fusion(hlo):
-        faults.add(Fault.FUSION)
-    return faults
-
-
-def _has_wrong_fusion(hlo: str) -> bool:
+def has_wrong_fusion(hlo: str) -> bool:
+    """Returns True if the text of a compiled program has a fusion of one of the wrong kinds."""
     fusions = set(_YNN_FUSION.findall(hlo))
     # Most programs have none: do not search their whole text for computations.
     if not fusions:
         return False
-    return any(name in fusions and _is_wrong(body) for name, body in _COMPUTATION.findall(hlo))
-
-
-def _is_wrong(body: str) -> bool:
-    """Returns True if a ynn fusion with this body is of one of the two wrong kinds."""
-    is_reduced_product = _PRODUCT.search(body) and _REDUCTION.search(body)
-    return bool(is_reduced_product or _RANK_7.search(body))
+    for name, body in _COMPUTATION.findall(hlo):
+        is_reduced_product = _PRODUCT.search(body) and _REDUCTION.search(body)
+        if name in fusions and (is_reduced_product or _RANK_7.search(body)):
+            return True
+    return False
 
 
 class _UncheckedError(Exception):
@@ -135,21 +120,20 @@ class CheckedJit:
     """
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        cropped = _crop_first(function)
+
         @functools.wraps(function)
         def checked(*args: Any) -> Any:
             if not getattr(_tracing, "is_allowed", False):
                 raise _UncheckedError
-            return function(*args)
+            return cropped(*args)
 
-        self._checked, self._options = checked, options
         # For calls within transformations. It shares no cache with the others, so a program that it
         # has traced does not count as checked.
         self._transformed: Any = jax.jit(function, **options)
-        # The `jax.jit` objects by the faults that their programs avoid.
-        self._by_faults: dict[frozenset[Fault], Any] = {}
-        self._jitted = self._avoiding(frozenset())
-        self._choices: dict[Any, Any] = {}  # by signature: one of these objects
-        self._has_miscompiled = False
+        self._jitted: Any = jax.jit(checked, **options)
+        self._without_fusions: Any = jax.jit(checked, **options, compiler_options=WITHOUT_FUSIONS)
+        self._choices: dict[Any, Any] = {}  # by signature: one of the last two
         # Signatures that were traced but whose check has not finished: another thread is checking
         # them, or Ctrl-C or an error interrupted the check. `jax.jit` would run their programs
         # without tracing, that is without raising `_UncheckedError`.
@@ -159,8 +143,8 @@ class CheckedJit:
         """Runs the program, after a check before its first run."""
         # The first signature is checked without this attempt: after an exception from its trace,
         # jax dispatches a signature in Python from then on (0.2 ms more per call of a small MLP).
-        may_run_at_once = self._choices and not (self._has_miscompiled or self._unchecked)
-        if may_run_at_once and jax.device_count() == 1:
+        is_right = self._choices and all(x is self._jitted for x in self._choices.values())
+        if is_right and not self._unchecked and jax.device_count() == 1:
             with contextlib.suppress(_UncheckedError):
                 return self._jitted(*args)
         return self._use("__call__", args)
@@ -185,7 +169,7 @@ class CheckedJit:
             # The check of this signature was made in another context, such as another matmul
             # precision, for which jax traces again.
             choice = self._choose(args, again=True)
-            return self._allow_tracing(getattr(choice, method), *args)
+            return _allow_tracing(getattr(choice, method), *args)
 
     def _choose(self, args: tuple[Any, ...], *, again: bool = False) -> Any:
         """Returns the `jax.jit` object that computes the right numbers for these arguments.
@@ -211,58 +195,59 @@ class CheckedJit:
     def _check(self, signature: Any, args: tuple[Any, ...]) -> Any:
         """Compiles and inspects the program; returns the `jax.jit` object to run it with."""
         self._unchecked.add(signature)
-        avoided: frozenset[Fault] = frozenset()
-        while True:
-            choice = self._avoiding(avoided)
-            try:
-                lowered = self._allow_tracing(choice.lower, *args)
-            except Exception:
-                # The function raised, so jax has cached no trace that could run unchecked. Ctrl-C
-                # is no Exception: it may come after the trace was cached.
-                self._unchecked.discard(signature)
-                raise
-            # jax caches the executable, so the call that follows neither traces nor compiles again.
-            faults = find_faults(lowered.compile().as_text() or "")
-            # A program that avoids one fault is another program, so it is checked as well.
-            if faults <= avoided:
-                break
-            avoided |= faults
-        self._has_miscompiled |= bool(avoided)
+        choice = self._jitted
+        try:
+            lowered = _allow_tracing(choice.lower, *args)
+        except Exception:
+            # The function raised, so jax has cached no trace that could run unchecked. Ctrl-C
+            # is no Exception: it may come after the trace was cached.
+            self._unchecked.discard(signature)
+            raise
+        # jax caches the executable, so the call that follows neither traces nor compiles again.
+        if has_wrong_fusion(lowered.compile().as_text() or ""):
+            choice = self._without_fusions
+            _allow_tracing(choice.lower, *args)
+            _warn_once("a sum of products")
         self._unchecked.discard(signature)
-        if avoided:
-            _warn_once(avoided, is_avoided=not faults)
         return choice
 
-    def _avoiding(self, faults: frozenset[Fault]) -> Any:
-        """Returns the `jax.jit` object whose programs avoid these faults."""
-        if faults not in self._by_faults:
-            function: Callable[..., Any] = self._checked
-            options = dict(self._options)
-            if Fault.CROPPED_CONVOLUTION in faults:
-                function = _crop_first(function)
-            if Fault.FUSION in faults:
-                options["compiler_options"] = WITHOUT_FUSIONS
-            self._by_faults[faults] = jax.jit(function, **options)
-        return self._by_faults[faults]
 
-    def _allow_tracing(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Calls a function that may trace the program without raising `_UncheckedError`."""
-        # Restored instead of reset: a checked program may be traced within another one's trace.
-        before = getattr(_tracing, "is_allowed", False)
-        _tracing.is_allowed = True
-        try:
-            return function(*args)
-        finally:
-            _tracing.is_allowed = before
+def _allow_tracing(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function that may trace a checked program without raising `_UncheckedError`."""
+    # Restored instead of reset: a checked program may be traced within another one's trace.
+    before = getattr(_tracing, "is_allowed", False)
+    _tracing.is_allowed = True
+    try:
+        return function(*args)
+    finally:
+        _tracing.is_allowed = before
+
+
+def _replace_cropped(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    lhs, params = crop(lhs, params["dimension_numbers"].lhs_spec[2:], params)
+    out: jax.Array = primitives.conv_general_dilated_p.bind(lhs, rhs, **params)
+    return out
+
+
+# Not one of `REWRITES`: it makes nothing faster, and applies whatever `rewrites` is.
+cropped_conv = Rewrite(
+    name="cropped_conv",
+    primitive=primitives.conv_general_dilated_p,
+    applies=lambda eqn: any(low < 0 for low, _ in eqn.params["padding"]),
+    replace=_replace_cropped,
+    reason="XLA reads outside of an image that its padding crops",
+)
 
 
 def _crop_first(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the function with each image cropped before its convolution, instead of by it."""
 
-    @functools.wraps(function)
     def cropped(*args: Any) -> Any:
-        closed, out_shapes = trace(function, *args)
-        return evaluate(rewrite_jaxpr(closed, [cropped_conv]), out_shapes, args)
+        closed, out_shapes = jax.make_jaxpr(function, return_shape=True)(*args)
+        rewritten = rewrite_jaxpr(closed, [cropped_conv])
+        if rewritten is not closed:
+            _warn_once("a convolution with negative padding")
+        return evaluate(rewritten, out_shapes, args)
 
     return cropped
 
@@ -283,18 +268,14 @@ def _leaf_signature(leaf: Any) -> Any:
 _has_warned = False
 
 
-def _warn_once(faults: frozenset[Fault], *, is_avoided: bool) -> None:
+def _warn_once(operation: str) -> None:
     global _has_warned
     if _has_warned:
         return
     _has_warned = True
-    parts = " and ".join(sorted(fault.value for fault in faults))
-    if is_avoided:
-        result = "functrain avoids that; jax.jit and Keras's fit do not"
-    else:
-        result = "functrain cannot avoid that here: expect wrong numbers"
     warn(
-        f"jaxlib {jaxlib_version} computes {parts} of this program wrongly on CPU. {result}. See "
-        '"Known faults of XLA on CPU" on functrain\'s page about performance.',
+        f"jaxlib {jaxlib_version} computes {operation} of this program wrongly on CPU. functrain "
+        'avoids that; jax.jit and Keras\'s fit do not. See "Known faults of XLA on CPU" on '
+        "functrain's page about performance.",
         MiscompilationWarning,
     )

@@ -1,10 +1,11 @@
-"""Sizes, layouts and checks that the convolution rewrites share.
+"""Sizes, layouts, windows and checks that the convolution rewrites share.
 
 Shapes are in the canonical layout: lhs `[N, *S, C]`, rhs `[*W, I, O]`, result `[N, *S', O]`. I is
 the number of channels that are summed over: C, or C / G with G groups of features.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -156,3 +157,110 @@ def conv_groups(eqn: core.JaxprEqn) -> Groups | None:
     side = sizes.batch // count if by_batch else sizes.channels
     window = sizes.positions if by_batch else sizes.window
     return Groups(count, by_batch, (side, sizes.features // count), math.prod(window))
+
+
+def output_sizes(
+    sizes: Sequence[int], window: Sequence[int], strides: Sequence[int], dilation: Sequence[int]
+) -> list[int]:
+    """Returns the number of positions of a window along each axis.
+
+    Args:
+      sizes: The sizes of the axes, including padding and holes.
+      window: The number of taps of the window along each axis.
+      strides: The distance between two positions of the window.
+      dilation: The distance between two taps of the window.
+    """
+    return [
+        (size - dilated_size(taps, step)) // stride + 1
+        for size, taps, stride, step in zip(sizes, window, strides, dilation, strict=True)
+    ]
+
+
+def conv_positions(
+    image: Sequence[int], window: Sequence[int], params: dict[str, Any]
+) -> list[int]:
+    """Returns the number of positions of a convolution's window along each spatial axis."""
+    sizes = [
+        dilated_size(size, dilation) + sum(ends)
+        for size, dilation, ends in zip(
+            image, params["lhs_dilation"], params["padding"], strict=True
+        )
+    ]
+    return output_sizes(sizes, window, params["window_strides"], params["rhs_dilation"])
+
+
+def dilated_size(size: int, dilation: int) -> int:
+    """Returns the size of an axis after its elements are moved `dilation` apart."""
+    return (size - 1) * dilation + 1
+
+
+def strided_window(
+    x: jax.Array,
+    index: Sequence[int],
+    index_strides: Sequence[int],
+    sizes: Sequence[int],
+    strides: Sequence[int],
+) -> jax.Array:
+    """Returns one strided window of the spatial axes, `[N, *sizes, ...]`.
+
+    The window starts at ``index * index_strides``. A tap's view of an image has the tap as its
+    index, the positions of the kernel as its sizes, and the stride of the kernel.
+    """
+    starts, limits, steps = [0] * x.ndim, list(x.shape), [1] * x.ndim
+    # The spatial axes are those after the batch.
+    for axis, (i, step, size, stride) in enumerate(
+        zip(index, index_strides, sizes, strides, strict=True), start=1
+    ):
+        starts[axis] = i * step
+        limits[axis] = i * step + dilated_size(size, stride)
+        steps[axis] = stride
+    return lax.slice(x, starts, limits, steps)
+
+
+def pad_spatial(
+    lhs: jax.Array, padding: Sequence[tuple[int, int]], dilation: Sequence[int]
+) -> jax.Array:
+    """Pads the spatial axes with zeros, between elements too; negative padding crops."""
+    spatial = [(low, high, d - 1) for (low, high), d in zip(padding, dilation, strict=True)]
+    return lax.pad(lhs, jnp.zeros((), lhs.dtype), [(0, 0, 0), *spatial, (0, 0, 0)])
+
+
+def crop(
+    lhs: jax.Array, axes: Sequence[int], params: dict[str, Any]
+) -> tuple[jax.Array, dict[str, Any]]:
+    """Returns an image and the parameters of its convolution without negative padding in front.
+
+    Args:
+      lhs: The image.
+      axes: The spatial axes of the image.
+      params: The parameters of an equation; its dimension numbers are ignored.
+    """
+    padding = list(params["padding"])
+    for i, (axis, dilation) in enumerate(zip(axes, params["lhs_dilation"], strict=True)):
+        low, high = padding[i]
+        if low >= 0:
+            continue
+        size = lhs.shape[axis]
+        # Rounded up: if the padding ends between two pixels, the holes up to the next one stay.
+        cut = -(low // dilation)
+        if cut < size:
+            padding[i] = (low + cut * dilation, high)
+        else:
+            padding[i] = (0, dilated_size(size, dilation) + low + high)
+        lhs = lax.slice_in_dim(lhs, min(cut, size), None, axis=axis)
+    return lhs, params | {"padding": tuple(padding)}
+
+
+def at_least_float32(x: jax.Array) -> jax.Array:
+    """Converts narrower floats to float32, the dtype that sums are computed in."""
+    return lax.convert_element_type(x, jnp.promote_types(x.dtype, jnp.float32))
+
+
+def zeros_for_sum(like: jax.ShapeDtypeStruct, *arrays: jax.Array) -> jax.Array:
+    """Returns zeros of a shape and dtype, as the initial value of a loop that sums over `arrays`.
+
+    Inside shard_map, a type contains the mesh axes over which a value varies, and the carry of a
+    loop must keep its type. The sum over an empty slice is 0 and has the type of the array.
+    """
+    zero = sum(jnp.sum(x[:0]) for x in arrays)
+    return jnp.broadcast_to(jnp.asarray(zero, like.dtype), like.shape)

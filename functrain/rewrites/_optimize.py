@@ -15,9 +15,8 @@ from functrain.common._warnings import warn
 from functrain.rewrites._pass import inline_calls, retype, rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite, RewriteError
 from functrain.rewrites.argmax import argmax, argmin
-from functrain.rewrites.batch_groups import batch_groups
 from functrain.rewrites.broadcast_first import broadcast_first
-from functrain.rewrites.canonical_conv import canonical_conv
+from functrain.rewrites.canonical_conv import batch_groups, canonical_conv
 from functrain.rewrites.dense_gradient import dense_gradient
 from functrain.rewrites.depthwise_conv import depthwise_conv
 from functrain.rewrites.dot_conv import dot_conv

@@ -42,9 +42,9 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from functrain.rewrites._conv import at_least_float32
 from functrain.rewrites._equations import are_floats, avals, is_sharded
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import at_least_float32
 
 # Shorter axes gain nothing: see the row "512 24" of the table.
 MIN_LENGTH = 32

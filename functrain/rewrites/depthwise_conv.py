@@ -35,17 +35,20 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import conv_groups, from_canonical, move_groups_last, to_canonical
-from functrain.rewrites._equations import ndim
-from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import (
+from functrain.rewrites._conv import (
     at_least_float32,
+    conv_groups,
     dilated_size,
+    from_canonical,
+    move_groups_last,
     output_sizes,
     pad_spatial,
     strided_window,
+    to_canonical,
     zeros_for_sum,
 )
+from functrain.rewrites._equations import ndim
+from functrain.rewrites._rewrite import Rewrite
 
 # Each tap is a slice in the program: 11 x 11 still compiles in a second, 31 x 31 would not.
 MAX_TAPS = 128

@@ -1,4 +1,4 @@
-"""Convolutions with one tap or one position as a matrix product, or with groups as one for each.
+"""Convolutions with one tap or one position as a matrix product.
 
 These are 1 x 1 convolutions, the gradients of both their operands, and kernels that cover their
 padded image. XLA's CPU backend is slower for them than for the product, which
@@ -22,19 +22,7 @@ a product 0.25, the gradient of its input 0.10 and 0.27. So narrow ones stay con
 gradients of weights do not: for 8 images of 4x4x512, which a kernel covers, and 64 features, the
 convolution takes 0.60 ms and the product 0.19 (on a busy machine).
 
-With groups, as in a ShuffleNet, in a loop, jax 0.12; one tap, as many images and sizes as above, G
-groups; as it is, as a loop over the groups, as products:
-
-    N H C O G       forward            of the input       of the weights
-    8 28 240 240 3  9.7, 10.3 -> 6.2   17, 12.3 -> 7.1    436, 16.4 -> 9.7
-    8 28 240 60 3   3.3, 8.8 -> 4.7    7.6, 3.4 -> 2.0    70, 4.4 -> 2.7
-    8 28 384 96 8   4.0, 14.5 -> 7.3   6.3, 9.7 -> 7.0    171, 12.8 -> 8.2
-    64 32 8 8 4     10.9, 0.83 -> 2.0  0.28, 1.0 -> 2.4   9.5, 2.2 -> 1.0
-
-Steps of networks with such convolutions (two ShuffleNets, a ResNeXt, a 1-D network) took 0.08 to
-0.75 times as long as before, when the loop computed the layers but XLA the gradients of weights.
-
-One tap with a stride stays a convolution if there are no groups: XLA may compile a network that
+One tap with a stride stays a convolution: XLA may compile a network that
 only predicts into one operation, which slices would break up. The residual net of the benchmark,
 which has two such convolutions, predicted a batch in 27 ms with slices and in 21.9 without, and
 trained equally fast (1.01; ResNet50 0.99).
@@ -42,7 +30,6 @@ trained equally fast (1.01; ResNet50 0.99).
 The sums may be computed in another order, which changes the last bits.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -53,13 +40,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import (
-    conv_groups,
-    conv_sizes,
-    from_canonical,
-    is_weight_gradient,
-    split_axis,
-)
+from functrain.rewrites._conv import from_canonical, is_weight_gradient, ungrouped_sizes
 from functrain.rewrites._rewrite import Rewrite
 
 # A product with so few channels, or so few features, takes longer than XLA's kernel.
@@ -67,35 +48,17 @@ NARROW = 8
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
-    sizes, params, groups = conv_sizes(eqn), eqn.params, conv_groups(eqn)
-    # With one channel or one feature in each group, the convolution is depthwise.
-    if sizes is None or (groups and min(groups.sides) == 1):
+    sizes, params = ungrouped_sizes(eqn), eqn.params
+    if sizes is None:
         return False
     if math.prod(sizes.positions) == 1 and math.prod(params["lhs_dilation"]) == 1:
         return True
-    if math.prod(sizes.window) > 1:
+    if math.prod(sizes.window) > 1 or math.prod(params["window_strides"]) > 1:
         return False
-    has_strides = math.prod(params["window_strides"]) > 1
-    is_wide = min(sizes.channels, sizes.features) > NARROW or is_weight_gradient(params)
-    return groups is not None or (is_wide and not has_strides)
+    return min(sizes.channels, sizes.features) > NARROW or is_weight_gradient(params)
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Multiplies all groups in one batch of products."""
-    numbers = params["dimension_numbers"]
-    count = max(params["feature_group_count"], params["batch_group_count"])
-    if count == 1:
-        return _multiply(lhs, rhs, params)
-    grouped_axis = numbers.lhs_spec[1 if params["feature_group_count"] > 1 else 0]
-    features, out_features = numbers.rhs_spec[0], numbers.out_spec[1]
-    multiply_groups = jax.vmap(
-        functools.partial(_multiply, params=params), (grouped_axis, features), out_features
-    )
-    groups = split_axis(lhs, grouped_axis, count), split_axis(rhs, features, count)
-    return lax.collapse(multiply_groups(*groups), out_features, out_features + 2)
-
-
-def _multiply(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) -> jax.Array:
     """Contracts the operands without transposing them, then transposes the result to its layout."""
     numbers = params["dimension_numbers"]
     window = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]

@@ -36,7 +36,7 @@ differently.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -45,16 +45,12 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
+from functrain.rewrites._conv import at_least_float32, dilated_size, zeros_for_sum
 from functrain.rewrites._equations import are_floats, avals, is_sharded
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import (
-    MAX_POOL_TAPS,
-    at_least_float32,
-    call_unfused,
-    dilated_size,
-    does_every_window_see_numbers,
-    pool_views,
-)
+
+# Each tap of a pooling window is a slice in the program: 3 x 3 x 3 still compiles in a second.
+MAX_TAPS = 27
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -64,7 +60,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
         and are_floats(*avals(eqn))
         and not any(map(is_sharded, avals(eqn)))
         and does_every_window_see_numbers(params)
-        and 1 < math.prod(params["window_dimensions"]) <= MAX_POOL_TAPS
+        and 1 < math.prod(params["window_dimensions"]) <= MAX_TAPS
     )
 
 
@@ -73,7 +69,7 @@ def _replace(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
         gradient = _scatter_to_tiles(source, operand, **params)
     else:
         # Unfused: see the second table.
-        gradient = call_unfused(functools.partial(_sum_taps, **params), source, operand)
+        gradient = _call_unfused(functools.partial(_sum_taps, **params), source, operand)
     # Where XLA vectorizes max pooling on CPU, it drops a NaN (jax 0.10 to 0.12). The gradient keeps
     # it, so that a step with a NaN can be recognized.
     return jnp.where(jnp.isnan(operand), operand, gradient)
@@ -129,6 +125,14 @@ def _sum_taps(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array
     return lax.convert_element_type(total, operand.dtype)
 
 
+def does_every_window_see_numbers(params: dict[str, Any]) -> bool:
+    """Returns True if no window of a pooling sees only padding."""
+    return all(
+        min(ends) >= 0 and max(ends) < taps
+        for ends, taps in zip(params["padding"], params["window_dimensions"], strict=True)
+    )
+
+
 def _find_winners(
     positions: Sequence[int],
     operand: jax.Array,
@@ -140,7 +144,7 @@ def _find_winners(
 
     The first tap is the winner until a tap comes that it is not >= to. Padding is -inf.
     """
-    best, *others = pool_views(operand, positions, window, strides, padding)
+    best, *others = _pool_views(operand, positions, window, strides, padding)
     winner = jnp.zeros(positions, jnp.int32)
     for tap_number, value in enumerate(others, start=1):
         # False if either is NaN, so a NaN replaces the winner and is replaced by the next tap.
@@ -148,6 +152,49 @@ def _find_winners(
         best = jnp.where(stays, best, value)
         winner = jnp.where(stays, winner, tap_number)
     return winner
+
+
+def _pool_views(
+    x: jax.Array,
+    positions: Sequence[int],
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+) -> list[jax.Array]:
+    """Returns what each tap of a pooling window sees at each position; padding is -inf.
+
+    Args:
+      x: The array that is pooled.
+      positions: The number of positions along each axis, which is the shape of the results.
+      window: The number of taps along each axis of `x`, as are the other parameters.
+      strides: The distance between two positions.
+      padding: The padding before and after each axis.
+    """
+    x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(low, high, 0) for low, high in padding])
+    # The sizes of the part of the array between the first and the last position of a tap.
+    extents = list(map(dilated_size, positions, strides))
+    views = []
+    for tap in itertools.product(*map(range, window)):
+        limits = [start + extent for start, extent in zip(tap, extents, strict=True)]
+        views.append(lax.slice(x, tap, limits, strides))
+    return views
+
+
+def _call_unfused(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Returns ``function(*arrays)``, computed in a branch that is always taken.
+
+    XLA cannot know that it is, so it does not fuse the operations of the function with the
+    operations around it. The last array must not be empty.
+    """
+
+    def zeros(*arrays: jax.Array) -> jax.Array:
+        return zeros_for_sum(jax.eval_shape(function, *arrays), *arrays)
+
+    first_element = arrays[-1][(0,) * arrays[-1].ndim]
+    # One of the two is true for every number; the second is true for NaN.
+    always = (first_element == first_element) | (first_element != first_element)
+    out: jax.Array = lax.cond(always, function, zeros, *arrays)
+    return out
 
 
 max_pool_gradient = Rewrite(

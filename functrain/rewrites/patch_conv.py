@@ -16,8 +16,6 @@ They are used for
   transpose it.
 - few features, by shifts, since few products are shifted. For float32 images with many channels,
   XLA's kernel is faster.
-- floats of 16 bits with many features, by patches.
-- a kernel over a volume of one or two channels, by patches.
 
 `benchmarks/upstream/patch_conv.py` reproduces the first of them.
 
@@ -37,11 +35,6 @@ features:
     16 32 16 3 3              1.6 -> 0.44
     256 7 256 5 4, bfloat16   8.5 -> 3.6                  5.3 -> 4.3
 
-Steps of networks in bfloat16 took 0.80 to 1.07 as long after patches for few features were given up
-(DenseNet121 0.90, a U-Net 0.92). Steps of small 3-D networks with one channel took 0.55 to 0.94 as
-long with patches as with the 2-D convolutions of `volume_conv`; one with a single volume of
-64 x 64 x 64 took 1.09 to 1.15 as long on jax 0.12.
-
 The sums may be computed in another order, which changes the last bits.
 """
 
@@ -60,14 +53,17 @@ from jax.extend.core import primitives
 
 from functrain.rewrites._conv import (
     Sizes,
+    conv_positions,
     from_canonical,
     is_weight_gradient,
+    output_sizes,
+    pad_spatial,
+    strided_window,
     to_canonical,
     ungrouped_sizes,
 )
 from functrain.rewrites._equations import avals, is_sharded
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import conv_positions, output_sizes, pad_spatial, strided_window
 
 # Each tap is a slice in the program.
 MAX_TAPS = 64
@@ -77,10 +73,6 @@ MAX_BYTES = 2**26
 FEW_FEATURES = 4
 # XLA's kernel for float32 images is fast for more channels than that.
 FEW_CHANNELS = 16
-# For 16 bits, patches for fewer features take longer than XLA's kernel.
-MANY_FEATURES = 128
-# In a volume, larger patches take longer than the 2-D convolutions of volume_conv.
-MAX_VOLUME_PATCH = 64
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:
@@ -97,9 +89,9 @@ def _method(sizes: Sizes, params: dict[str, Any], dtype: Any) -> Callable[..., j
         return None
     if _has_few_features(sizes, params, dtype):
         return _sum_of_shifts
-    if _is_kernel_large(sizes, params):
-        return _sum_of_shifts if _avoids_transpose(sizes, params) else _product_of_patches
-    return _product_of_patches if _are_patches_fast(sizes, dtype) else None
+    if not _is_kernel_large(sizes, params):
+        return None
+    return _sum_of_shifts if _avoids_transpose(sizes, params) else _product_of_patches
 
 
 def _is_kernel_large(sizes: Sizes, params: dict[str, Any]) -> bool:
@@ -114,7 +106,9 @@ def _is_kernel_large(sizes: Sizes, params: dict[str, Any]) -> bool:
 
 def _avoids_transpose(sizes: Sizes, params: dict[str, Any]) -> bool:
     """Returns True if shifts transpose no kernel, and multiply no more than patches would."""
-    return _is_kernel_transposed(params) and math.prod(sizes.image) <= math.prod(sizes.positions)
+    # In the gradient of a layer's input, the kernel is `[O, I]` at each tap.
+    out_axis, in_axis, *_ = params["dimension_numbers"].rhs_spec
+    return bool(out_axis < in_axis) and math.prod(sizes.image) <= math.prod(sizes.positions)
 
 
 def _has_few_features(sizes: Sizes, params: dict[str, Any], dtype: Any) -> bool:
@@ -124,19 +118,6 @@ def _has_few_features(sizes: Sizes, params: dict[str, Any], dtype: Any) -> bool:
     is_fast = dtype.itemsize > 2 and len(sizes.image) == 2 and sizes.channels > FEW_CHANNELS
     products = sizes.batch * math.prod(sizes.image) * math.prod(sizes.window) * sizes.features
     return not is_fast and products * 4 <= MAX_BYTES
-
-
-def _are_patches_fast(sizes: Sizes, dtype: Any) -> bool:
-    """Returns True if patches of an image, or of a volume, take less time than XLA's kernel."""
-    if len(sizes.image) == 3:
-        return math.prod(sizes.window) * sizes.channels <= MAX_VOLUME_PATCH
-    return dtype.itemsize == 2 and sizes.features >= MANY_FEATURES
-
-
-def _is_kernel_transposed(params: dict[str, Any]) -> bool:
-    """Returns True if the kernel is `[O, I]` at each tap, as in the gradient of a layer's input."""
-    out_axis, in_axis, *_ = params["dimension_numbers"].rhs_spec
-    return bool(out_axis < in_axis)
 
 
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:

@@ -30,7 +30,7 @@ from functrain.rewrites._equations import (
     original_equation,
 )
 from functrain.rewrites._rewrite import Replacement, Rewrite
-from functrain.rewrites._windows import does_every_window_see_numbers
+from functrain.rewrites.max_pool_gradient import does_every_window_see_numbers
 
 
 def _selects(eqn: core.JaxprEqn) -> bool:

@@ -31,10 +31,16 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
+from functrain.rewrites._conv import (
+    conv,
+    conv_positions,
+    crop,
+    dilated_size,
+    from_canonical,
+    to_canonical,
+    ungrouped_sizes,
+)
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import conv_positions, dilated_size
-from functrain.rewrites.cropped_conv import crop
 
 
 def _applies(eqn: core.JaxprEqn) -> bool:

@@ -27,9 +27,15 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
+from functrain.rewrites._conv import (
+    conv,
+    dilated_size,
+    from_canonical,
+    output_sizes,
+    to_canonical,
+    ungrouped_sizes,
+)
 from functrain.rewrites._rewrite import Rewrite
-from functrain.rewrites._windows import dilated_size, output_sizes
 
 # Each is a convolution in the program.
 MAX_CONVOLUTIONS = 8

@@ -104,12 +104,9 @@ def test_the_sizes_and_types_decide() -> None:
 
 def test_only_auto_takes_it() -> None:
     dense, *args = layer((16, 64), (32,), (32,))
-    for mode, rule in (("auto", "dense_gradient"), ("exact", "")):
-        (row,) = explain_rewrites(
-            cases.all_three(dense), *args, rewrites=mode
-        ).rows  # none for the others
-        assert row.rule == rule
-        assert row.reason
+    for mode, rules in (("auto", ["dense_gradient"]), ("exact", [])):
+        rows = explain_rewrites(cases.all_three(dense), *args, rewrites=mode).rows
+        assert [row.rule for row in rows] == rules
 
 
 def test_it_goes_on_inside_shard_map() -> None:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from functrain.rewrites import optimize
-from functrain.rewrites._windows import MAX_POOL_TAPS
-from functrain.rewrites.max_pool_gradient import max_pool_gradient
+from functrain.rewrites.max_pool_gradient import MAX_TAPS, max_pool_gradient
 
 from . import cases
 
@@ -139,7 +138,7 @@ def test_exact_leaves_them_for_what_the_compiler_fuses_with_them() -> None:
 
 
 def test_large_windows_are_left_alone() -> None:
-    side = int(MAX_POOL_TAPS**0.5) + 1
+    side = int(MAX_TAPS**0.5) + 1
     fn = both(pooling((1, side, side, 1), (1, side, side, 1), "VALID"))
     x, g = jnp.ones((1, side, side, 2)), jnp.ones((1, 1, 1, 2))
     assert cases.takes(max_pool_gradient, fn, x, g) == [False]
