@@ -51,7 +51,7 @@ class KerasHook:
       calls: The batch methods of the callbacks.
       late_logs: The logs that progress bars and the loggers of functrain show, one chunk late.
       values: The model's values.
-      finalizes: True if the optimizer may overwrite the weights with its averages after the run.
+      finalizes: True if the optimizer may overwrite the weights with its averages after a fit.
       logs: The values of the last epoch.
     """
 
@@ -74,7 +74,7 @@ class KerasHook:
         receivers += [self.calls.show_progress] if self.calls.bars else []
         self.late_logs = LateLogs(*receivers)
         self.values = ModelValues(model, kind)
-        self.finalizes = kind == "train"
+        self.finalizes = True
         self.logs: dict[str, Any] = {}
         # True once the first batch of the next chunk has begun, which comes before it is fetched.
         self._has_begun_batch = False
@@ -85,7 +85,6 @@ class KerasHook:
         self._steps_in_execution = 0
         # The logs of the last step before the checkpoint from which the run resumed.
         self._logs_before: PyTree = {}
-        self._is_finalized = False
         self._has_warned = False
 
     def __call__(self, event: Event) -> None:
@@ -116,7 +115,7 @@ class KerasHook:
         try:
             getattr(self.callbacks, f"on_{self.kind}_begin")()
         except BaseException:
-            self.values.restore(lambda: None)
+            self.values.restore(None)
             raise
 
     def next_step(self, step: int) -> int | None:
@@ -135,10 +134,6 @@ class KerasHook:
         # Callbacks act at the ends of executions only, and have counted up to the last one.
         last_end = step - self._steps_in_execution
         return None if steps is None else last_end + math.ceil(steps / execution) * execution
-
-    def due(self, step: int, epoch: int | None, seconds: float) -> bool:
-        """Returns False: the callbacks are called for every chunk, and act when they are due."""
-        return False
 
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores beside the model's values."""
@@ -164,15 +159,8 @@ class KerasHook:
         """
         # The function refers to this object, which refers to the batches.
         self.batches.data.before_fetch = None
-
-        def last_complete_state() -> Any:
-            last = run.last_complete_state()
-            return None if last is None else last[0]
-
-        is_whole = self.values.restore(last_complete_state)
-        if is_whole:
-            self._finalize()
-        return is_whole
+        last = run.last_complete_state()
+        return self.values.restore(None if last is None else last[0])
 
     def _begin_epoch(self, event: EpochBegin) -> None:
         self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
@@ -283,7 +271,8 @@ class KerasHook:
         # callback evaluates or predicts.
         if self.memory is not None:
             self.values.push(copy_arrays(self.values.read()))
-        self._finalize()
+        if self.finalizes and isinstance(self.model.optimizer, keras.optimizers.Optimizer):
+            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
         self.callbacks.on_train_end(logs=self.logs)
         # Other final values are saved beside the state from which a longer fit continues.
         if self.memory is not None:
@@ -296,23 +285,13 @@ class KerasHook:
         if jax.process_count() > 1:
             self.is_stopped = False
 
-    def _finalize(self) -> None:
-        """Overwrites the weights with the optimizer's averages after a fit, once, as Keras does."""
-        if self._is_finalized or not self.finalizes:
-            return
-        self._is_finalized = True
-        if isinstance(self.model.optimizer, keras.optimizers.Optimizer):
-            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
-
     def _epoch_logs(self, event: EpochEnd) -> dict[str, Any]:
         """Returns the metrics, or the logs of the last step if these have other names."""
+        logs = self._last_logs()
         # If the data ran out before the epoch, Keras repeats the logs of the last step.
-        if not event.position.batch:
-            return dict(self._last_logs())
-        rows = self._logs_before if self._last_chunk is None else self._last_chunk.rows
-        logs = keras_private.trainer.epoch_logs(self.model, rows)
-        # Rows are fetched only if the step reports other values than the model's metrics.
-        return dict(self._last_logs() if logs is rows else logs)
+        if event.position.batch:
+            logs = keras_private.trainer.epoch_logs(self.model, logs)
+        return dict(logs)
 
     def _last_logs(self) -> PyTree:
         """Returns the logs of the last step."""

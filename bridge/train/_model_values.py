@@ -1,9 +1,5 @@
 """The values of a model during a run: its variables have them, or the run has them."""
 
-from collections.abc import Callable
-from operator import is_not
-
-import jax
 import keras
 
 from bridge import keras_private
@@ -37,10 +33,17 @@ class ModelValues:
     def __init__(self, model: keras.Model, kind: str) -> None:
         self._model, self._fields = model, _FIELDS[kind]
         self.are_in_model = True
-        # The run's state, while the variables have the values.
+        # The run's state, while the variables have the values, and the identities of its arrays.
         self._state: KerasState | None = None
+        self._ids: list[int] = []
         keras_private.trainer.reattach(model)
         self._find_variables()
+
+    def _find_variables(self) -> None:
+        # The model's properties walk over all layers, which takes longer than a small step.
+        lists = variable_lists(self._model)
+        self._lists = [list(lists[name]) if name in self._fields else [] for name in FIELDS]
+        self._variables = [variable for variables in self._lists for variable in variables]
 
     def read(self) -> KerasState:
         """Returns the arrays in the variables, not copies."""
@@ -54,17 +57,16 @@ class ModelValues:
 
     def update(self, event: Event) -> None:
         """Makes the values in the variables those of the run, if the user's code changed them."""
-        if self._state is not None and not self._has_changed(self._state):
+        ids = list(map(id, _read(self._variables)))
+        if self._state is not None and ids == self._ids:
             return
         if self._has_lost_values():
-            self.restore(lambda: self._state)
+            self.restore(self._state)
         state = self.read()
         # Two variables may share an array, which cannot be donated twice.
-        values = _arrays(state)
-        if len(set(map(id, values))) < len(values):
+        if len(set(ids)) < len(ids):
             state = _tree.copy_if_needed(state)
-            self.push(state)
-        self._state = state
+        self.push(state)
         event.hand_over(state)
 
     def pull(self, event: Event) -> None:
@@ -75,19 +77,20 @@ class ModelValues:
         """
         self.update(event)
         self.are_in_model, self._state = False, None
-        _write(self._variables, self._nothing)
+        _write(self._variables, [None] * len(self._variables))
 
     def push(self, state: KerasState) -> None:
         """Puts a state into the variables: from here on, they have the values."""
-        _write(self._variables, _arrays(state))
-        self.are_in_model, self._state = True, state
+        values = [*state.trainable, *state.non_trainable, *state.optimizer, *state.metrics]
+        _write(self._variables, values)
+        self.are_in_model, self._state, self._ids = True, state, list(map(id, values))
         keras_private.trainer.forget_losses(self._model)
 
-    def restore(self, last_complete_state: Callable[[], KerasState | None]) -> bool:
+    def restore(self, last_state: KerasState | None) -> bool:
         """Puts values into all variables, however a run has ended.
 
         Args:
-          last_complete_state: Returns the last complete state of the run, or None.
+          last_state: The last complete state of the run, or None.
 
         Returns:
           False if there are variables whose values are lost.
@@ -95,32 +98,11 @@ class ModelValues:
         if self.are_in_model:
             # A loop of Keras's that a callback called may have failed.
             keras_private.trainer.reattach(self._model)
-        state = None
-        if not self.are_in_model or self._has_lost_values():
-            state = last_complete_state()
-        if state is not None:
-            self.push(state)
+        if last_state is not None and (not self.are_in_model or self._has_lost_values()):
+            self.push(last_state)
         keras_private.trainer.forget_losses(self._model)
         return not self._has_lost_values()
-
-    def _find_variables(self) -> None:
-        # The model's properties walk over all layers, which takes longer than a small step.
-        lists = variable_lists(self._model)
-        self._lists = [list(lists[name]) if name in self._fields else [] for name in FIELDS]
-        self._variables = [variable for variables in self._lists for variable in variables]
-        self._nothing = [None] * len(self._variables)
-
-    def _has_changed(self, state: KerasState) -> bool:
-        """Returns True if the variables have other arrays than a state."""
-        values = _arrays(state)
-        is_new = len(values) != len(self._variables)
-        return is_new or any(map(is_not, _read(self._variables), values))
 
     def _has_lost_values(self) -> bool:
         values = _read(self._variables)
         return any(value is None or _tree.is_deleted(value) for value in values)
-
-
-def _arrays(state: KerasState) -> list[jax.Array]:
-    """Returns the arrays of a state, in the order of FIELDS."""
-    return [*state.trainable, *state.non_trainable, *state.optimizer, *state.metrics]
