@@ -40,6 +40,7 @@ from functrain.engine._plan import FuseArg as FuseArg
 from functrain.engine._plan import nbytes as nbytes
 from functrain.engine._plan import require_fuse as require_fuse
 from functrain.engine._signals import DeferredSignals as DeferredSignals
+from functrain.engine._signals import signals_of_run as signals_of_run
 from functrain.hooks._hook import by_identity as by_identity
 from functrain.hooks._hook import is_resumable as is_resumable
 from functrain.hooks._logger import Logger as Logger
@@ -54,7 +55,6 @@ from functrain.loop._predict import prediction_plan as prediction_plan
 from functrain.loop._run import Run as Run
 from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving
-from functrain.loop._saving import signals_of_run as signals_of_run
 from functrain.metrics._metric import labels_of as labels_of
 from functrain.metrics._metric import require_labels as require_labels
 from functrain.model._freeze import is_frozen as is_frozen

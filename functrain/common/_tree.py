@@ -227,7 +227,8 @@ def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
     if not is_array or getattr(getattr(leaf, "dtype", None), "kind", "") in tuple("OSUMm"):
         raise TypeError(
             f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
-            "only: put functions and settings into the closure of the step."
+            "only, as functrain.TrainState.create and bridge.create_state(model, tx) make it. "
+            "Put functions and settings into the closure of the step."
         )
     if is_deleted(leaf):
         raise ValueError(

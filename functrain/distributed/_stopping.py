@@ -147,9 +147,9 @@ class StopAgreement:
                     os._exit(1)
 
 
-def new_stop_agreement(is_shared: bool) -> StopAgreement | None:
-    """Returns an agreement for a run that processes share, None for any other run."""
-    return StopAgreement() if is_shared and _coordination.is_available() else None
+def new_stop_agreement() -> StopAgreement | None:
+    """Returns an agreement for a run that processes share; None if they cannot reach each other."""
+    return StopAgreement() if _coordination.is_available() else None
 
 
 def why_missing(process: int) -> str:

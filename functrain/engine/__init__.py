@@ -5,8 +5,7 @@ Files:
   _programs: compiled programs, cached for as long as their step lives
   _loop: repeats a body over stacked batches, inside a program
   _fuse: the same for users, as a function of a state and a chunk
-  _chunks: groups batches into chunks, which end where a trigger is due
-  _plan: chooses the number of steps in a program
+  _plan: groups batches into chunks, and chooses the number of steps in a program
   _placement: puts batches and carries on several devices
   _position: the progress of a run: step, epoch and batch
   _trigger: schedules by steps, epochs or seconds

@@ -59,9 +59,8 @@ class Driver:
       step: The step that the programs repeat. They are cached for as long as it lives.
       kind: What the programs do with the step: train, evaluate or predict.
       rewrites: Which slow operations to rewrite.
-      jit: False runs the body batch by batch, uncompiled. A function decides at the first chunk,
-        given the shapes of a batch.
-      place: Puts a chunk on the devices.
+      jit: False runs the body batch by batch, uncompiled.
+      place: Puts a chunk on the devices; None if the programs do.
 
     Attributes:
       carry: The carry that the last program returned. Its arrays may not be ready yet.
@@ -72,8 +71,8 @@ class Driver:
     step: Any
     kind: Kind = TRAINING
     rewrites: Mode = "auto"
-    jit: bool | Callable[[PyTree], bool] = True
-    place: Callable[[PyTree], PyTree] = lambda batches: batches
+    jit: bool = True
+    place: Callable[[PyTree], PyTree] | None = None
 
     def __post_init__(self) -> None:
         # Raises for a mode that does not exist, before anything is computed.
@@ -103,13 +102,8 @@ class Driver:
 
         The rows may not be ready yet: this waits only if too many programs are in flight already.
         """
-        # A function decides by the shapes of the first batch whether to compile.
-        if callable(self.jit):
-            batch = jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), chunk.batches
-            )
-            self.jit = self.jit(batch)
-        chunk = chunk._replace(batches=self.place(chunk.batches))
+        if self.place is not None:
+            chunk = chunk._replace(batches=self.place(chunk.batches))
         if self.jit:
             compiled = self._program(chunk.k, chunk.steps == chunk.k)
             batches = _tree.put_if_guarded(chunk.batches, self._scalars)
@@ -159,7 +153,7 @@ class Driver:
                 self.platform,
                 takes_all=takes_all,
                 pins=self._pins,
-                on_chip_bytes=on_chip_bytes(self.carry),
+                on_chip_bytes=on_chip_bytes(self.carry) if self.platform == "tpu" else 0,
             )
             self._programs[k, takes_all] = program(self.step, self.kind, loop)
         return self._programs[k, takes_all]

@@ -1,11 +1,11 @@
-"""Chooses the number of steps in a program by a cheap rule, without measuring.
+"""Groups batches into chunks of K, or fewer where a trigger is due, and chooses K by a cheap rule.
 
 Batches of a few different shapes are allowed, such as those of sequences that are padded to one of
 several lengths. Each shape has its own K, and its own program.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -14,7 +14,7 @@ from functrain.common import _repr, _tree
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
-from functrain.data._batches import BatchSignature, batch_signature, shapes
+from functrain.data._batches import Batches, BatchSignature, Chunk, batch_signature, shapes
 from functrain.targets._chips import Chip, machine_memory
 
 FuseArg: TypeAlias = int | Literal["auto"]
@@ -40,6 +40,8 @@ PROGRAM_SECONDS = 0.25
 STEP_SECONDS = 20e-6
 # The part of an accelerator's memory that a chunk may take; three of them exist at once.
 CHUNK_PART = 1 / 64
+# Batches are stacked in runs of at least K divided by this number, and of two.
+PADDING = 8
 # More shapes of batches than this are probably a mistake, as each costs a compilation.
 MAX_SHAPES = 16
 # For a device that is not in the table of chips: less than that of any accelerator in use.
@@ -75,6 +77,7 @@ class Plan:
       chip: The accelerator that the programs run on; None for a CPU.
 
     Attributes:
+      first: The group of the first batch; None before it is known.
       latest: The group of the latest batch.
       is_mixed: True once other batches have followed one that is not like the first.
 
@@ -85,21 +88,17 @@ class Plan:
 
     fuse: FuseArg
     state_bytes: int = 0
-    row_bytes: Callable[[PyTree], int] = lambda batch: 0
+    row_bytes: Callable[[PyTree], int] | None = None
     intervals: Callable[[PyTree], Iterable[int | None]] = lambda batch: ()
     chip: Chip | None = None
 
     def __post_init__(self) -> None:
         require_fuse(self.fuse)
+        self.first: Group | None = None
         self.latest: Group | None = None
         self.is_mixed = False
         self._groups: dict[BatchSignature, Group] = {}
         self._first_batch: PyTree = None
-
-    @property
-    def first(self) -> Group | None:
-        """The group of the first batch; None before it is known."""
-        return next(iter(self._groups.values()), None)
 
     def group_of(self, batch: PyTree, name: str = "data") -> Group:
         """Returns the group of a batch, and chooses its K if it is the first one of its shape.
@@ -109,13 +108,13 @@ class Plan:
           name: The argument that the data were passed as, for a warning.
         """
         # Loaders return one object for all batches of full size, and a signature takes time.
-        if self._first_batch is not None and batch is self._first_batch:
-            return next(iter(self._groups.values()))
+        if self.first is not None and batch is self._first_batch:
+            return self.first
         signature = batch_signature(batch)
         if signature not in self._groups:
-            if not self._groups:
-                self._first_batch = batch
-            self._groups[signature] = Group(self._choose_k(batch))
+            group = self._groups[signature] = Group(self._choose_k(batch))
+            if self.first is None:
+                self.first, self._first_batch = group, batch
             if len(self._groups) == MAX_SHAPES + 1:
                 warn(
                     f"{name}: the batches have {MAX_SHAPES + 1} shapes so far, and every shape "
@@ -125,9 +124,12 @@ class Plan:
         return self._groups[signature]
 
     def _choose_k(self, batch: PyTree) -> int:
-        # With the dtypes that arrays have in jax, which warns of others when it traces a step.
-        in_jax = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _tree.shapes(x), batch)
-        size = nbytes(batch) + self.row_bytes(in_jax)
+        size = nbytes(batch)
+        if self.row_bytes is not None:
+            # With the dtypes that arrays have in jax, which warns of others when it traces a step.
+            size += self.row_bytes(
+                jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _tree.shapes(x), batch)
+            )
         intervals = list(filter(None, self.intervals(shapes(batch))))
         if self.fuse == "auto":
             return auto_steps(size, self.state_bytes, intervals, chip=self.chip)
@@ -211,3 +213,70 @@ def prediction_interval(steps: int | None) -> int | None:
       (32, 1, None)
     """
     return None if steps is None else max(1, steps // PREDICTING_PROGRAMS)
+
+
+def chunks(
+    batches: Batches,
+    plan: Plan,
+    until_due: Callable[[int], int | None] = lambda batch: None,
+    *,
+    start: int = 0,
+) -> Iterator[Chunk]:
+    """Yields the chunks of the epoch that `batches` has begun.
+
+    All batches of a chunk have one shape. Those with the shapes of the run's first batch are
+    stacked, up to K of them. If other shapes come, each has a program for one batch, and one for K
+    if its batches come in long runs. So a smaller last batch costs one more program, batches that
+    change their shapes often are not padded to K, and long runs of a shape are fused.
+
+    Every chunk is made of fresh memory, since a device may still be reading the one before. Making
+    a chunk overlaps with the device's work, because dispatch does not wait.
+
+    Args:
+      batches: The data.
+      plan: Chooses K for each shape, for this epoch and the next ones.
+      until_due: Given the number of the next batch, returns how many batches a chunk may hold
+        before it has to end; None if nothing is due.
+      start: Number of the first batch.
+    """
+    number, previous = start, None
+    while (batch := batches.peek()) is not None:
+        if plan.first is None:
+            # The first batch may be a smaller one: a run can resume at the last of an epoch.
+            full_batch = batches.full_batch()
+            plan.group_of(batch if full_batch is None else full_batch)
+        group = plan.group_of(batch, batches.name)
+        # Only a smaller batch at the end of an epoch is not followed by others.
+        plan.is_mixed = plan.is_mixed or previous not in (None, group, plan.first)
+        if group is not plan.latest:
+            # This run is taken to be as long as the last one of its shape.
+            is_long_run = group.run_length >= max(2, group.k // PADDING)
+            group.is_stacked = is_long_run or (group is plan.first and not plan.is_mixed)
+            group.run_length, plan.latest = 0, group
+        elif group.run_length >= max(2, group.k // PADDING):
+            group.is_stacked = True
+        if group.is_stacked:
+            full_steps = batches.full_steps if group is plan.first else None
+            limits = _rows_and_limit(group.k, plan, until_due(number), full_steps, number)
+            chunk = batches.take(*limits)
+        else:
+            # Room for one batch only: a chunk with room for K would hold zeros in all other rows.
+            chunk = batches.take(1, 1)
+        yield chunk
+        number, previous = number + chunk.steps, group
+        group.run_length += chunk.steps
+
+
+def _rows_and_limit(
+    k: int, plan: Plan, until_due: int | None, full_steps: int | None, number: int
+) -> tuple[int, int]:
+    """Returns the rows of the next chunk, and how many batches it may take."""
+    limit = k if until_due is None else min(k, until_due)
+    if plan.chip is None:
+        return k, limit
+    # On accelerators the compiler knows the length of the loop, so every length is a program. The
+    # powers of two make up any length with few programs.
+    if full_steps is not None and number < full_steps:
+        limit = min(limit, full_steps - number)
+    rows = k if limit == k else 2 ** (limit.bit_length() - 1)
+    return rows, rows

@@ -237,6 +237,13 @@ def compute_metrics(step: Any, metrics: PyTree) -> Any:
     return cached_program(step, "compute", lambda get: jit(lambda m: get().values(m)))(metrics)
 
 
+def has_programs(step: Any) -> bool:
+    """Returns True if a step has run before, so that it was checked."""
+    owner, _, _ = _owner_of_step(step, ())
+    entry = _entries.get(id(owner))
+    return entry is not None and entry.owner() is owner and bool(entry.programs)
+
+
 def initial_metrics(step: Any, state: PyTree) -> PyTree:
     """Returns the states of a step's metrics before the first batch; copy them for a program."""
 

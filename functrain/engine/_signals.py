@@ -1,12 +1,19 @@
 """Defers Ctrl-C and SIGTERM until the state is complete."""
 
 import contextlib
+import itertools
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Literal, Self
+
+import jax
+
+# JAX identifies a call of its preemption service by its number, which must be the same in all
+# processes, and one higher at each call, across all runs of a process.
+_call_numbers = itertools.count(1)
 
 
 class DeferredSignals:
@@ -155,3 +162,38 @@ class DeferredSignals:
                     "\nStopping after the current program. Press Ctrl-C again to stop at once.",
                     file=sys.stderr,
                 )
+
+
+def signals_of_run(saves: bool, *, interrupt: bool = False) -> DeferredSignals:
+    """Returns the signals that a run defers: SIGTERM, and for a fit Ctrl-C as well.
+
+    Args:
+      saves: True if the run saves itself when they arrive.
+      interrupt: True for a fit.
+    """
+    terminate: Literal["none", "handled", "any"] = "handled" if interrupt else "none"
+    if saves:
+        # JAX's preemption service has its own handler of SIGTERM.
+        terminate = "none" if has_preemption_service() else "any"
+    return DeferredSignals(
+        interrupt=interrupt, terminate=terminate, saves=saves if interrupt else None
+    )
+
+
+def has_preemption_service() -> bool:
+    """Returns True if JAX's preemption service is active: it then handles SIGTERM itself."""
+    is_configured = getattr(jax.config, "jax_enable_preemption_service", True)
+    return bool(jax.process_count() > 1 and is_configured)
+
+
+def is_time_to_end() -> bool:
+    """Returns True if a process got SIGTERM, and all processes have reached the step to end at.
+
+    All processes must call this after the same events. It does not wait: a few events pass until
+    the processes have agreed on one that none of them has passed. If a process is killed meanwhile,
+    JAX notices that it is gone and ends the others.
+    """
+    # Only runs with several processes need this module.
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.reached_preemption_sync_point(next(_call_numbers)))

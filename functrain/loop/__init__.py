@@ -8,7 +8,6 @@ Files:
   _saving: saves a run
   _resuming: resumes a run from its last checkpoint
   _finite: warnings about losses that are not finite
-  _preemption: SIGTERM with several processes
   _evaluate: measures a state on data
   _predict: collects a model's outputs on data
   _require: checks of states, steps and data that the loops share

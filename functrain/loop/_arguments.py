@@ -85,17 +85,12 @@ def run_arguments(
         require(position.batch == batches.steps, "start", expected, position, advice)
         # The end of an epoch is the beginning of the next one.
         position = Position(position.step, position.epoch + 1)
-    batch_sharding = _placement.batch_sharding(sharding)
-    _placement.require_divisible(batches, batch_sharding)
     triggers = require_triggers("boundaries", boundaries)
-    _placement.require_same_run(
-        batches,
-        batch_sharding,
-        epochs=epochs,
-        start=tuple(position),
-        fuse=fuse,
-        boundaries=triggers,
-    )
+    batch_sharding = None if sharding is None else _placement.batch_sharding(sharding)
+    if batch_sharding is not None:
+        _placement.require_divisible(batches, batch_sharding)
+        facts = {"epochs": epochs, "start": tuple(position), "fuse": fuse, "boundaries": triggers}
+        _placement.require_same_run(batches, batch_sharding, **facts)
     return RunArguments(
         batches=batches,
         epochs=epochs,

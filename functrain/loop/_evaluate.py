@@ -11,10 +11,9 @@ from functrain.common._values import to_values
 from functrain.data._adapt import as_batches
 from functrain.data._batches import batch_signature
 from functrain.engine import _placement
-from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver, copy_arrays
 from functrain.engine._guards import tracing_guards
-from functrain.engine._plan import FuseArg, Plan
+from functrain.engine._plan import FuseArg, Plan, chunks
 from functrain.engine._programs import (
     Kind,
     cached_program,
@@ -27,8 +26,8 @@ from functrain.loop._finite import warn_of_loss
 from functrain.loop._require import (
     require_all_examples,
     require_batches,
+    require_constant,
     require_eval_step,
-    require_state,
 )
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
@@ -86,7 +85,7 @@ def evaluate(
       >>> evaluate(state, eval_step(loss_fn), ArrayLoader(np.arange(5.0), batch_size=2))
       {'loss': 2.0}
     """
-    require_state(state)
+    require_constant(state)
     evaluation = Evaluation(step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit)
     evaluation.require_same_in_processes()
     values = evaluation.measure(state)
@@ -111,6 +110,8 @@ class Evaluation:
         self.step, self.batches, self.jit = step, as_batches(data), jit
         self.sharding = _placement.batch_sharding(sharding)
         self._fuse, self._rewrites = fuse, rewrites
+        # Raises an error for metrics whose values are no scalars.
+        metric_names(step)
         step.require_data(self.batches.data, self.batches.name)
         require_all_examples(self.batches)
         # Padding and masking would not do: a loss returns only the mean over its batch, from which
@@ -139,12 +140,11 @@ class Evaluation:
         require_batches(int(batch is not None), name=self.batches.name)
         if not (self.jit and can_trace):
             return metric_names(self.step)
-        shapes = [_tree.shapes(batch)]
+        shapes = [batch]
         if self.sharding is not None:
             # A step may divide batches itself, as with jax.shard_map, and fail for a smaller last
             # one.
-            known_shapes = map(_tree.shapes, self.batches.known_shapes())
-            shapes += [other for other in known_shapes if other != shapes[0]]
+            shapes += self.batches.known_shapes()
         try:
             for shape in shapes:
                 _trace(self.step, state, shape)
@@ -161,22 +161,20 @@ class Evaluation:
         step, batches, signals = self.step, self.batches, DeferredSignals()
         driver = Driver(step, EVALUATION, rewrites=self._rewrites, jit=self.jit, place=self._place)
         metrics = _placement.replicate_beside(copy_arrays(initial_metrics(step, state)), state)
-        metrics = _placement.place_on_mesh(metrics, self.sharding)
-        driver.begin(metrics, _placement.place_on_mesh(state, self.sharding))
+        if self.sharding is not None:
+            metrics, state = _placement.place_on_mesh((metrics, state), self.sharding)
+        driver.begin(metrics, state)
         batches.begin(0)
-        steps, chip = 0, accelerator_of(state)
+        chip = None if driver.platform == "cpu" else accelerator_of(state)
         plan = Plan(self._fuse, intervals=lambda batch: [batches.full_steps], chip=chip)
+        steps = 0
         for chunk in chunks(batches, plan):
             driver.run(chunk)
             steps += chunk.steps
             # Of a fit, one of whose hooks this is.
             signals.handle_pending()
         require_batches(steps, name=batches.name)
-        values = compute_metrics(step, driver.carry)
-        # Members have one value each, which is not a scalar.
-        if not step.is_population:
-            _tree.require_scalars(values)
-        return to_values(values)
+        return to_values(compute_metrics(step, driver.carry))
 
     def warn_of_loss(self, values: dict[str, Any], state: PyTree) -> bool:
         """Warns if the loss is not finite; returns True if it has warned."""
@@ -189,7 +187,7 @@ def _trace(step: MeteredStep, state: PyTree, batch: PyTree) -> None:
     def build(get_step: Callable[[], MeteredStep]) -> Callable[[], None]:
         abstract_state = _placement.abstract_on_mesh(state, None)
         with tracing_guards():
-            jax.eval_shape(lambda s, x: step(step.start(s), x), abstract_state, batch)
+            jax.eval_shape(lambda s, x: step(step.start(s), x), abstract_state, _tree.shapes(batch))
         # What is cached is that there was no error.
         return lambda: None
 

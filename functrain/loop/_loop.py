@@ -14,9 +14,8 @@ from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk
 from functrain.distributed._stopping import StopAgreement
 from functrain.engine import _placement
-from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver, copy_arrays
-from functrain.engine._plan import Plan
+from functrain.engine._plan import Plan, chunks
 from functrain.engine._position import Position
 from functrain.engine._programs import compute_metrics
 from functrain.engine._signals import DeferredSignals

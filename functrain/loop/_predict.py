@@ -14,14 +14,13 @@ from functrain.data._batch import example_count
 from functrain.data._batches import Batches, Chunk
 from functrain.data._loader import ArrayLoader
 from functrain.engine import _placement
-from functrain.engine._chunks import chunks
 from functrain.engine._driver import Driver
 from functrain.engine._guards import tracing_guards
-from functrain.engine._plan import FuseArg, Plan, nbytes, prediction_interval
+from functrain.engine._plan import FuseArg, Plan, chunks, nbytes, prediction_interval
 from functrain.engine._programs import Kind, cached_program
 from functrain.engine._signals import DeferredSignals
 from functrain.loop._events import fetch_rows
-from functrain.loop._require import require_all_examples, require_batches, require_state
+from functrain.loop._require import require_all_examples, require_batches, require_constant
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit
 from functrain.step._eval import check_predict_step
@@ -74,7 +73,7 @@ def predict(
       >>> predict(2.0, step, ArrayLoader(np.arange(5.0), batch_size=2))
       array([0., 2., 4., 6., 8.], dtype=float32)
     """
-    require_state(state)
+    require_constant(state)
     check_predict_step(step)
     mesh_sharding = _placement.batch_sharding(sharding)
     batches = as_batches(data)

@@ -2,73 +2,44 @@
 
 from typing import Any
 
-import jax
-
 from functrain.common import _repr, _tree
-from functrain.common._checks import require_no_problems, require_not_forked, require_untraced
+from functrain.common._checks import is_number, require, require_not_forked, require_untraced
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
 from functrain.data._batches import Batches
 from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine._fuse import Fused
 from functrain.engine._position import Position
-from functrain.model._model import Model
+from functrain.engine._programs import has_programs
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 
 
 def require_state(state: PyTree) -> None:
-    """Raises an error for objects that are often mistaken for a state.
+    """Raises an error for a state whose values cannot be used here.
 
     Raises:
-      TypeError: The object is a model, a module, or the result of `fit`; or jax is tracing the
-        function that calls the loop.
-      ValueError: It has integers that jax would truncate to 32 bits.
+      RuntimeError: The process was forked after jax had been used.
+      TypeError: jax is tracing the function that calls the loop.
     """
     # A forked child would hang in its first program instead of raising an error.
     require_not_forked()
     require_untraced("state", state)
-    _require_pytree(state)
+
+
+def require_constant(state: PyTree) -> None:
+    """Raises an error unless a state can be a constant of a program: arrays and numbers only."""
+    require_state(state)
     require_integers_fit(state, "state")
+    for path, leaf in _tree.leaves_with_path(state):
+        is_valid = _tree.is_array(leaf) or is_number(leaf)
+        require(is_valid, "state", f"an array at {path}", leaf, _MAKE_A_STATE, error=TypeError)
 
 
-def require_values(state: PyTree) -> None:
-    """Raises ValueError for a state of shapes, which only a checkpoint can fill."""
-    leaves = _tree.leaves_with_path(state)
-    require_no_problems(
-        "state",
-        [path for path, leaf in leaves if isinstance(leaf, jax.ShapeDtypeStruct)],
-        "arrays with values, since there is no checkpoint to resume from",
-        "Pass the state itself instead of its shapes.",
-    )
-
-
-def _require_pytree(state: PyTree) -> None:
-    # Recognized by their methods and fields: importing Keras, linen or the trainer here would load
-    # what the caller may not need, or import upwards.
-    got, advice = "", ""
-    if hasattr(state, "stateless_call"):
-        got = f"the Keras model {type(state).__name__}"
-        advice = (
-            "Pass bridge.create_state(model, tx), or train the model with bridge.fit(model, x, y)."
-        )
-    elif all(callable(getattr(state, name, None)) for name in ("init", "apply", "bind")):
-        got = f"the module {type(state).__name__}"
-        advice = (
-            "With model = functrain.from_linen(module), make a state from model.init's result: "
-            "functrain.TrainState.create(params=..., model_state=..., tx=tx)."
-        )
-    elif isinstance(state, Model):
-        got = "a functrain.Model, which consists of functions"
-        advice = (
-            "Make a state from the result of model.init: "
-            "functrain.TrainState.create(params=..., tx=tx)."
-        )
-    elif isinstance(state, tuple) and getattr(state, "_fields", ()) == ("state", "history"):
-        got = "the result of fit"
-        advice = "Pass its state: state, history = functrain.fit(...)."
-    if got:
-        raise TypeError(f"state: expected a pytree of arrays, got {got}. {advice}")
+_MAKE_A_STATE = (
+    "Make a state with functrain.TrainState.create(params=..., tx=tx), of a Keras model with "
+    "bridge.create_state(model, tx); of what fit returns, pass its state."
+)
 
 
 def require_training_step(step: Any) -> None:
@@ -76,7 +47,9 @@ def require_training_step(step: Any) -> None:
 
     Steps that only evaluate, and fused steps, are rejected as well.
     """
-    check_step(step)
+    # Reading the signature of a function takes a tenth of a short fit.
+    if not has_programs(step):
+        check_step(step)
     if isinstance(step, MeteredStep) and not step.trains:
         raise TypeError(
             "step: expected a step that trains, got one from functrain.eval_step, which does not "

@@ -6,22 +6,26 @@ import weakref
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any
 
+import jax
+
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
+from functrain.common._checks import require
+from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, Step
 from functrain.distributed._stopping import new_stop_agreement
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position
 from functrain.engine._programs import initial_metrics
-from functrain.engine._signals import DeferredSignals
+from functrain.engine._signals import DeferredSignals, signals_of_run
 from functrain.engine._trigger import Trigger, longest_interval
 from functrain.loop._arguments import RunArguments, run_arguments
 from functrain.loop._events import Event
 from functrain.loop._loop import Loop
-from functrain.loop._require import require_epochs_left, require_values
+from functrain.loop._require import require_epochs_left
 from functrain.loop._resuming import Resumed
-from functrain.loop._saving import Saving, signals_of_run
+from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 from functrain.targets._chips import accelerator_of
@@ -44,7 +48,8 @@ class Run(Iterator[Event]):
     """
 
     def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+        # fit reads the loop itself.
+        self.loop = loop
         # Nothing refers back to this object: it is closed when its last reference is gone. In a
         # cycle, it would wait for the garbage collector, which runs late and in any thread.
         self._events = loop.events()
@@ -62,22 +67,22 @@ class Run(Iterator[Event]):
     @property
     def position(self) -> Position:
         """The progress of the training."""
-        return self._loop.position
+        return self.loop.position
 
     @property
     def epochs(self) -> int:
         """The number of epochs of the training."""
-        return self._loop.epochs
+        return self.loop.epochs
 
     @property
     def resumed(self) -> Resumed | None:
         """The checkpoint that the run resumed from, with its `position` and `finished`; or None."""
-        return self._loop.resumed
+        return self.loop.resumed
 
     @property
     def state(self) -> PyTree:
         """The current state; the next program consumes it."""
-        return self._loop.state
+        return self.loop.state
 
     def last_complete_state(self) -> tuple[PyTree, Position] | None:
         """Returns the last complete state and its position, after an error during a run.
@@ -85,11 +90,11 @@ class Run(Iterator[Event]):
         Returns None if a program has failed: it has consumed its state. A state that was assigned
         to the last event is returned if it fits.
         """
-        return self._loop.last_complete_state()
+        return self.loop.last_complete_state()
 
     def close(self) -> None:
         """Ends the run here, and waits until checkpoints are written."""
-        _close(self._events, self._loop)
+        _close(self._events, self.loop)
 
 
 def _close(events: Generator[Event, None, None], loop: Loop) -> None:
@@ -252,13 +257,20 @@ def begin_run(
             # The hook of bridge hands over its own state before the first step.
             carry = state
         else:
-            require_values(state)
+            is_abstract = any(map(_is_abstract, jax.tree.leaves(state)))
+            advice = "Pass the state itself: there is no checkpoint to resume from."
+            require(not is_abstract, "state", "arrays with values", state, advice)
             owned = _tree.copy_if_needed(state) if arguments.donate else _tree.copy(state)
-            carry = _placement.place_on_mesh(owned, sharding)
+            carry = owned if sharding is None else _placement.place_on_mesh(owned, sharding)
         # Keras accepts a run without epochs, and so does `fit(epochs=0)`.
-        if not (like_keras or resumed or (epochs == 0 and position == Position())):
+        is_empty = like_keras or (epochs == 0 and position == Position())
+        if resumed is None and position.epoch >= epochs and not is_empty:
             require_epochs_left(batches, position, epochs, f"start={tuple(position)}")
         batches.require_epochs(epochs - position.epoch)
+        # Processes that share arrays or checkpoints must stop at the same step.
+        is_shared = jax.process_count() > 1 and (
+            saving is not None or _placement.spans_processes(carry, sharding)
+        )
         loop = Loop(
             carry=carry,
             step=step,
@@ -269,10 +281,7 @@ def begin_run(
             no_metrics=no_metrics,
             saving=saving,
             resumed=resumed,
-            # Processes that share arrays or checkpoints must stop at the same step.
-            stopping=new_stop_agreement(
-                saving is not None or _placement.spans_processes(carry, sharding)
-            ),
+            stopping=new_stop_agreement() if is_shared else None,
             signals=signals,
             owns_signals=owns_signals,
             like_keras=like_keras,
@@ -289,5 +298,9 @@ def _plan(carry: PyTree, arguments: RunArguments) -> Plan:
         arguments.fuse,
         state_bytes=nbytes(carry),
         intervals=lambda batch: [batches.full_steps, longest_interval(triggers)],
-        chip=accelerator_of(carry),
+        chip=None if platform_of(carry) == "cpu" else accelerator_of(carry),
     )
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._processes import is_multiprocess
@@ -13,27 +13,14 @@ from functrain.common._types import PyTree
 from functrain.common._values import split_members
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches
-from functrain.engine._signals import DeferredSignals
-from functrain.loop import _preemption
+from functrain.engine._signals import (
+    DeferredSignals,
+    has_preemption_service,
+    is_time_to_end,
+)
 from functrain.loop._events import EpochEnd, Event
 from functrain.loop._finite import LossWatch
 from functrain.loop._resuming import Part, Resumed, resume
-
-
-def signals_of_run(saves: bool, *, interrupt: bool = False) -> DeferredSignals:
-    """Returns the signals that a run defers: SIGTERM, and for a fit Ctrl-C as well.
-
-    Args:
-      saves: True if the run saves itself when they arrive.
-      interrupt: True for a fit.
-    """
-    terminate: Literal["none", "handled", "any"] = "handled" if interrupt else "none"
-    if saves:
-        # JAX's preemption service has its own handler of SIGTERM.
-        terminate = "none" if _preemption.is_enabled() else "any"
-    return DeferredSignals(
-        interrupt=interrupt, terminate=terminate, saves=saves if interrupt else None
-    )
 
 
 class Saving:
@@ -159,8 +146,8 @@ class Saving:
         if not is_multiprocess():
             return signals.is_pending
         # JAX's preemption service has its own handler of SIGTERM.
-        if not self._is_to_end and _preemption.is_enabled():
-            self._is_to_end = _preemption.is_time_to_end()
+        if not self._is_to_end and has_preemption_service():
+            self._is_to_end = is_time_to_end()
         elif not self._is_to_end:
             # SIGTERM may reach only some of the processes, so they ask each other. Ctrl-C ends each
             # on its own, without a save.

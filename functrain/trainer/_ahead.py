@@ -55,7 +55,8 @@ def look_ahead(
       Exception: Whatever tracing an evaluation raises.
     """
     # The checks trace with shapes only, without the shardings that explicit mesh axes require.
-    can_trace = arguments.jit and not _placement.is_explicit(arguments.sharding)
+    sharding = arguments.sharding
+    can_trace = arguments.jit and (sharding is None or not _placement.is_explicit(sharding))
     metrics = metric_names(step) if isinstance(step, MeteredStep) else frozenset[str]()
     # A step without metrics may report no loss, so its names are unknown here.
     names, names_of_epochs = {"loss", *metrics}, {"loss", *metrics} if metrics else set[str]()
@@ -93,15 +94,17 @@ def _check_evaluation(
     hook: Evaluate, state: PyTree, arguments: RunArguments, read: list[Any], *, can_trace: bool
 ) -> set[str]:
     """Traces an evaluation; returns the names of its values, and adds its data to those read."""
-    placements = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-    hook.require_same_steps([arguments.sharding, *placements])
+    if jax.process_count() > 1:
+        placements = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
+        hook.require_same_steps([arguments.sharding, *placements])
     batches = hook.batches
     is_shared = batches.is_iterator and any(batches.data is data for data in read)
     expected = "an iterator that nothing else in this run reads"
     advice = "Each would get a part of the batches: pass data that can be iterated again."
     require(not is_shared, batches.name, expected, batches.data, advice)
     read.append(batches.data)
-    hook.evaluation.require_same_in_processes()
+    if jax.process_count() > 1:
+        hook.evaluation.require_same_in_processes()
     return {hook.prefix + name for name in hook.evaluation.trace(state, can_trace=can_trace)}
 
 

@@ -14,13 +14,14 @@ from functrain.data._adapt import as_batches
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position
+from functrain.engine._signals import signals_of_run
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers_of
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._arguments import RunArguments, run_arguments
 from functrain.loop._events import LateLogs
 from functrain.loop._run import Run, begin_run
-from functrain.loop._saving import Saving, signals_of_run
+from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 from functrain.trainer._ahead import look_ahead

@@ -7,8 +7,7 @@ import functrain as ft
 from functrain.data import _stack
 from functrain.data._adapt import as_batches
 from functrain.data._stack import pad_array
-from functrain.engine._chunks import chunks
-from functrain.engine._plan import Plan
+from functrain.engine._plan import Plan, chunks
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64, jnp.bfloat16, np.bool_])

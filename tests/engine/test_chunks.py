@@ -7,7 +7,6 @@ import pytest
 import functrain as ft
 from functrain.data._adapt import as_batches
 from functrain.data._epochs_of_steps import EpochsOfSteps
-from functrain.engine._chunks import chunks
 from functrain.engine._plan import (
     CHUNK_PART,
     MAX_STEPS,
@@ -16,6 +15,7 @@ from functrain.engine._plan import (
     STEP_SECONDS,
     Plan,
     auto_steps,
+    chunks,
 )
 from functrain.engine._trigger import steps_until_due
 from functrain.targets import Chip

@@ -10,7 +10,7 @@ import pytest
 
 import functrain as ft
 from functrain.data._adapt import as_batches
-from functrain.engine import _chunks, _driver
+from functrain.engine import _driver, _plan
 from functrain.engine._driver import RUN_AHEAD, Driver
 from functrain.engine._plan import Plan, nbytes
 
@@ -20,7 +20,7 @@ X = np.arange(64, dtype=np.float32)
 def chunks(k: int = 2, batch: int = 2) -> Any:
     batches = as_batches(ft.ArrayLoader(X, batch))
     batches.begin(0)
-    return _chunks.chunks(batches, Plan(k))
+    return _plan.chunks(batches, Plan(k))
 
 
 def silent(state: Any, batch: Any) -> Any:
@@ -79,7 +79,7 @@ def test_large_outputs_make_for_shorter_programs() -> None:
         data = ft.ArrayLoader(X, 4)
         batches, plan = as_batches(data), Plan(fuse, row_bytes=rows)
         batches.begin(0)
-        next(_chunks.chunks(batches, plan))
+        next(_plan.chunks(batches, plan))
         return plan.first.k
 
     def rows(batch: Any) -> int:
