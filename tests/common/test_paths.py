@@ -11,7 +11,7 @@ import pytest
 
 import functrain as ft
 from functrain.checkpoint.__main__ import main
-from functrain.common._paths import absolute_path, path_text
+from functrain.common._paths import absolute_path
 from functrain.distributed import _launch
 
 from ..conftest import compilation_cache
@@ -72,11 +72,6 @@ def test_a_script_in_the_home_directory_is_launched(home, capfd) -> None:
     (home / "script.py").write_text("print('hello')")
     assert _launch.main(["-n", "1", "~/script.py"]) == 0
     assert "hello" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize("path", ["~nobody-of-this-name/x", "a~/b", "./~"])
-def test_other_tildes_are_names_of_files(path) -> None:
-    assert path_text(path) == path
 
 
 def test_a_path_stays_where_it_was_when_the_working_directory_changes(home, monkeypatch) -> None:

@@ -1,6 +1,5 @@
 """What compiled programs for eight devices send and hold; see test_eight_devices.py."""
 
-import functools
 import json
 import os
 from typing import Any
@@ -15,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import functrain as ft
-from tests.sharding.eight import FORMS, of_each_device
+from tests.sharding.eight import FORMS
 
 TX = optax.adam(1e-2)
 
@@ -103,33 +102,8 @@ def layers() -> dict[str, Any]:
     }
 
 
-def slots() -> dict[str, Any]:
-    """The bytes of states on each device, and those that the rule says, for some optimizers."""
-    axes, rule, _ = FORMS["fsdp"]
-    mesh = ft.sharding.mesh(axes)
-    kernels = {"up": {"kernel": True, "bias": False}, "down": {"kernel": True}}
-    labels = jax.tree.map(lambda x: "matrix" if x else "other", kernels)
-    groups = {"matrix": optax.adam(1e-3), "other": optax.sgd(0.1, momentum=0.9)}
-    matrices, bias = (64 * 128 + 128 * 32) * 4 // 8, 128 * 4 // 8
-    own = matrices + bias + 4  # the params, and the number of the step
-    cases = {
-        "multi_transform": (optax.partition(groups, labels), own + 2 * matrices + bias + 4),
-        "masked": (optax.masked(optax.adam(1e-3), kernels), own + 2 * matrices + 4),
-        "averaged": (optax.chain(TX, ft.tx.ema(0.9)), None),
-    }
-    found = {}
-    for name, (tx, expected) in cases.items():
-        make = functools.partial(ft.TrainState.create, params=params(), tx=tx)
-        state = ft.sharding.create(make, mesh, rule)
-        small = sum(x.nbytes for x in jax.tree.leaves(state) if x.ndim == 0)
-        if expected is None:  # Adam's moments and the average
-            expected = 4 * (matrices + bias) + small
-        found[name] = of_each_device(state), expected
-    return found
-
-
 if __name__ == "__main__":
     found: dict[str, Any] = {
         form: sent(form) for form in ("data", "fsdp", "tensor", "fsdp x tensor")
     }
-    print(json.dumps({**found, "layers": layers(), "slots": slots()}))
+    print(json.dumps({**found, "layers": layers()}))

@@ -31,15 +31,6 @@ class MLP(nn.Module):
         return nn.Dense(8)(x)
 
 
-class Convnet(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any, train: bool = False) -> Any:
-        for width in (8, 16):
-            x = nn.Conv(width, (3, 3), strides=2, use_bias=False)(x)
-            x = nn.relu(nn.BatchNorm(use_running_average=not train)(x))
-        return nn.Dense(8)(x.mean((1, 2)))
-
-
 class Transformer(nn.Module):
     @nn.compact
     def __call__(self, x: Any, train: bool = False) -> Any:
@@ -79,7 +70,6 @@ FORMS: dict[str, Any] = {
 LABELS = RNG.integers(0, 8, 64)
 DATA: dict[str, Any] = {
     "mlp": (MLP(), (RNG.normal(size=(64, 24)).astype(np.float32), LABELS)),
-    "convnet": (Convnet(), (RNG.normal(size=(64, 8, 8, 3)).astype(np.float32), LABELS)),
     "transformer": (
         Transformer(),
         (RNG.integers(0, 16, (64, 8)).astype(np.int32), RNG.integers(0, 8, (64, 8))),
@@ -151,7 +141,7 @@ def keras_model(form: str) -> dict[str, Any]:
     axes, rule, _ = FORMS[form]
     distribution = bridge.to_distribution(ft.sharding.mesh(axes), rule)
     how: Any = {"batch_size": 16, "epochs": 2, "verbose": 0, "shuffle": False}
-    data = DATA["convnet"][1]
+    data = RNG.normal(size=(64, 8, 8, 3)).astype(np.float32), LABELS
     with distribution.scope():
         ours, theirs = fresh(), fresh()
         before = [v.value.sharding for v in ours.variables]

@@ -75,17 +75,11 @@ def kinds(params: Any) -> Any:
 # For each optimizer: how often it keeps something of the shape of each param.
 OPTIMIZERS = {
     "sgd": (optax.sgd(0.1), 0),
-    "momentum": (optax.sgd(0.1, momentum=0.9), 1),
     "adam": (optax.adam(1e-3), 2),
-    "adamw": (optax.adamw(1e-3), 2),
-    "lion": (optax.lion(1e-3), 1),
-    "lamb": (optax.lamb(1e-3), 2),
-    "adagrad": (optax.adagrad(1e-3), 1),
     "adafactor": (optax.adafactor(1e-3, min_dim_size_to_factor=10**6), 1),
     "chain": (optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3)), 2),
     "multi_steps": (optax.MultiSteps(optax.adam(1e-3), 4), 3),
     "injected": (optax.inject_hyperparams(optax.adam)(1e-3), 2),
-    "finite": (optax.apply_if_finite(optax.adam(1e-3), 3), 2),
     "averaged": (optax.chain(optax.adam(1e-3), ft.tx.ema(0.9)), 3),
     "guarded": (ft.tx.skip_non_finite(optax.adam(1e-3)), 2),
     "partition": (optax.partition({"matrix": optax.adam(1e-3), "other": optax.adam(1)}, kinds), 2),
@@ -207,12 +201,6 @@ def test_rules_under_several_patterns_are_asked_about_the_leaves_of_all_of_them(
         outer = ft.sharding.rules({"encoder/**": encoder, "decoder/**": decoder})
         found = ft.sharding.shardings(params, MESH, outer)
         assert specs(found["encoder"]["embedding"]) == P("data")
-    # What no leaf of either matches is refused; the problems of the outer rules come first.
-    with pytest.raises(ValueError, match=r"\*\*/embedding: perhaps"):
-        ft.sharding.shardings({"encoder": layer, "decoder": layer}, MESH, outer)
-    outer = ft.sharding.rules({"encoder/**": shared, "decode/**": shared, "**": P()})
-    with pytest.raises(ValueError, match=r"decode/\*\*: perhaps"):
-        ft.sharding.shardings({"encoder": layer, "decoder": layer}, MESH, outer)
 
 
 def test_meshes_are_made_of_sizes_by_name() -> None:
@@ -234,10 +222,6 @@ def test_sizes_that_make_no_mesh_are_refused(axes: Any) -> None:
     [
         (ft.sharding.rules({"**/up/**": P()}), r"down/kernel: expected a rule for this leaf"),
         (ft.sharding.rules({"**/upp/**": P(), "**": P()}), r"(?s)each pattern.*\*\*/upp"),
-        (
-            ft.sharding.rules({"**": ft.sharding.rules({"**/upp": P(), "**": P()})}),
-            r"\*\*/upp: per",
-        ),
         (lambda path, x, mesh: P("rows"), r"expected axes of the mesh, .*got 'rows'"),
         (lambda path, x, mesh: P(None, None, "data"), r"kernel: expected a spec of at most 2 axes"),
         (ft.sharding.fsdp("rows"), r"fsdp\('rows'\): expected axes of the mesh"),
@@ -248,18 +232,10 @@ def test_rules_that_do_not_fit_are_refused_by_leaf(rule: ft.sharding.Rule, messa
         ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, rule)
 
 
-def test_a_pattern_whose_leaves_all_go_to_others_is_refused_with_those() -> None:
-    rule = ft.sharding.rules({"block/**": P(), "**/up/*": P("data"), "**": P(), "embed/*": P()})
-    with pytest.raises(ValueError, match="each pattern to be the first one that matches") as error:
+def test_a_pattern_whose_leaves_all_go_to_others_is_refused() -> None:
+    rule = ft.sharding.rules({"block/**": P(), "**/up/*": P("data"), "**": P()})
+    with pytest.raises(ValueError, match=r"\*\*/up/\*: all of its leaves match earlier patterns"):
         ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, rule)
-    lines = str(error.value).splitlines()
-    assert [line.lstrip("- ") for line in lines[1:3]] == [
-        "**/up/*: all of its leaves match earlier patterns",
-        "embed/*: all of its leaves match earlier patterns",
-    ]
-    rest = ft.sharding.rules({"block/**": P(), "embed/*": P(), "**": P("data")})
-    found = ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, rest)
-    assert set(jax.tree.leaves(specs(found.params))) == {P()}
 
 
 def test_what_a_mesh_does_not_divide_is_refused_with_what_to_do() -> None:

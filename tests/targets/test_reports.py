@@ -75,15 +75,6 @@ def test_temporaries_beyond_the_memory_are_counted_and_named(v5e: ft.Target) -> 
 
 
 @pytest.mark.tpu
-def test_what_fits_says_how_much_is_free(v5e: ft.Target) -> None:
-    found = ft.inspect.memory(wide(), ft.train_step(loss_fn, TX), f32(2**13, 128), target=v5e)
-    assert found.fits
-    assert found.chip == v5e.chip
-    free = (v5e.chip.memory_bytes - found.total) / GIB
-    assert str(found).endswith(f"It fits: {free:.1f} GiB of 15.8 GiB are free (TPU v5e).")
-
-
-@pytest.mark.tpu
 def test_a_state_that_is_divided_counts_its_part_on_each_chip() -> None:
     target = ft.target("tpu:v5e:2x2")
     mesh = target.mesh({"data": -1})
@@ -174,15 +165,6 @@ def test_the_time_on_a_gpu_is_a_roofline() -> None:
     assert 2e-6 * found.kernels < found.seconds < 3e-6 * found.kernels
     assert 10 < found.kernels < 40
     assert max(map(len, str(found).splitlines())) <= 80
-
-
-@pytest.mark.cuda
-def test_memory_on_a_gpu_is_that_of_its_card() -> None:
-    target = ft.target("cuda:h100")
-    small = ft.inspect.memory({"w": f32(GIB)}, add_mean, f32(8, 8), target=target, fuse=2)
-    large = ft.inspect.memory({"w": f32(16, GIB)}, add_mean, f32(8, 8), target=target, fuse=2)
-    assert (small.fits, large.fits) == (True, False)
-    assert "more than 79.1 GiB (NVIDIA H100)." in str(large)
 
 
 @pytest.mark.tpu

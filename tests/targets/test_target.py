@@ -156,32 +156,6 @@ def test_shapes_take_a_sharding_for_each_leaf() -> None:
     assert here.shapes(shapes) == shapes, "what is placed on the target keeps its place"
 
 
-def test_a_mesh_or_a_rule_in_place_of_shardings_is_refused() -> None:
-    here = ft.target()
-    for other in (here.mesh({"data": -1}), ft.sharding.fsdp("data")):
-        with pytest.raises(TypeError, match=r"sharding: expected a sharding, or a tree of them"):
-            here.shapes({"w": np.ones((4, 2))}, other)
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ({"data": 3}, "axes: expected sizes whose product is 2, the number of devices"),
-        ({"data": 0}, "axes: expected sizes of at least 1"),
-        ({"data": -1, "model": -1}, "axes: expected sizes of at least 1"),
-    ],
-)
-def test_a_mesh_of_other_sizes_is_refused(axes: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        ft.target().mesh(axes)
-
-
-@pytest.mark.tpu
-def test_two_targets_of_one_name_have_the_same_devices() -> None:
-    assert ft.target("tpu:v5e:2x2") == ft.target("tpu:v5e:2x2")
-    assert ft.target("tpu:v5e").devices == ft.target("tpu:v5e:2x2").devices[:1]
-
-
 # --- memory --------------------------------------------------------------------------------------
 
 
