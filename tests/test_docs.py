@@ -1,7 +1,6 @@
 """What the pages say: their code runs as it stands, and all that they name is there."""
 
 import contextlib
-import os
 import pathlib
 import re
 import shlex
@@ -87,14 +86,6 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The names that the page on checkpoints defines; its functions use the current folder."""
     with contextlib.chdir(tmp_path_factory.mktemp("checkpoints")):
         return run(DOCS / "checkpoints.md")
-
-
-def test_the_recipe_for_resuming_survives_a_kill_during_a_save(
-    recipe: dict[str, Any], folder: pathlib.Path
-) -> None:
-    interrupted(recipe, 70)
-    os.rename("run/000000000060", "run/000000000060.functrain-old")
-    assert_equal(recipe["train_it"]().state, recipe["straight"].state)
 
 
 @pytest.mark.parametrize("step", [1, 49, 51, 199])

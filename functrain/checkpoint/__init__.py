@@ -1,14 +1,14 @@
 """Checkpoints: complete or absent, and restored bit for bit.
 
-``python -m functrain.checkpoint DIRECTORY`` lists, verifies, compares and watches them.
+``python -m functrain.checkpoint DIRECTORY`` lists and verifies them.
 
 Files:
   _checkpointer: the checkpoints of one training: writing, retention, and restoring
-  _step_directory: their directory: its names, its writer, and the best step
-  _writer: the thread that writes them
-  _storage: one checkpoint: a directory that is complete, or not there
-  _local: how that is achieved on disk
-  _remote: how that is achieved in an object store
+  _directory: a directory with one checkpoint per step: listing, reading the newest, cleaning up
+  _checkpoint: one checkpoint, which is complete or not there
+  _files: names of files, the order in which they are written, and access to a disk
+  _object_store: the same access to an object store
+  _writer: the thread that writes checkpoints
   _arrays: the arrays of a checkpoint, and their checksums
   _manifest: the JSON file with everything but the arrays
   _leaves: conversion between leaves of a state and stored arrays
@@ -19,12 +19,12 @@ Files:
   _errors: errors of checkpoints
 """
 
+from functrain.checkpoint._checkpoint import Restored as Restored
+from functrain.checkpoint._checkpoint import load as load
+from functrain.checkpoint._checkpoint import save as save
 from functrain.checkpoint._checkpointer import Checkpointer as Checkpointer
-from functrain.checkpoint._checkpointer import Restored as Restored
 from functrain.checkpoint._errors import CheckpointCorruptError as CheckpointCorruptError
 from functrain.checkpoint._errors import CheckpointMismatchError as CheckpointMismatchError
-from functrain.checkpoint._storage import load as load
-from functrain.checkpoint._storage import save as save
 from functrain.checkpoint._warm_start import WarmStart as WarmStart
 from functrain.checkpoint._warm_start import warm_start as warm_start
 from functrain.checkpoint._watch import watch_checkpoints as watch_checkpoints

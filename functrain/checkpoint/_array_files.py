@@ -5,7 +5,6 @@ read.
 """
 
 import contextlib
-import glob
 import json
 import os
 import shutil
@@ -22,8 +21,8 @@ import numpy as np
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._arrays import DTYPES, read_array
 from functrain.checkpoint._errors import CheckpointMismatchError, corrupt_on
+from functrain.checkpoint._files import files_at
 from functrain.checkpoint._manifest import STATE, read_manifest
-from functrain.checkpoint._remote import files_at
 from functrain.common import _tree
 from functrain.common._library import import_optional
 
@@ -44,43 +43,15 @@ class ArrayFile(NamedTuple):
 
 def open_arrays(path: str) -> contextlib.AbstractContextManager[ArrayFile]:
     """Opens a checkpoint, or a file of a format that its suffix tells."""
-    files = files_at(path)
-    folder = "" if files.is_checkpoint(path) else path
-    parts = sorted(glob.glob(f"{glob.escape(folder)}/*.safetensors")) if folder else []
-    if parts or path.endswith(".index.json"):
-        got = f"a folder with {os.path.basename(parts[0])}" if parts else "an index of several"
-        raise CheckpointMismatchError(
-            f"{path}: expected a checkpoint or one file of arrays, got {got}. Take the leaves of "
-            "each file in turn: state = functrain.warm_start(state, file).state"
-        )
-    if files.is_directory(path):
+    if "" not in files_at(path).names(path):
         return _open_checkpoint(path)
-    if "://" in path:
-        raise CheckpointMismatchError(
-            f"{path}: expected a directory of functrain's checkpoints in the object store, got "
-            "another object. Other files are read from disk only: download it."
-        )
     readers = {".safetensors": _open_safetensors, ".keras": _open_keras}
     readers |= {".h5": _open_hdf5, ".hdf5": _open_hdf5}
     suffix = os.path.splitext(path)[1].lower()
-    if suffix not in readers:
+    if suffix not in readers or "://" in path:
         raise CheckpointMismatchError(
-            f"{path}: expected a checkpoint's directory, or a file named {', '.join(readers)}, got "
-            f"{f'one named {suffix}' if suffix else 'a file without a suffix'}. Convert it."
-        )
-    with open(path, "rb") as file:
-        first_bytes = file.read(8)
-    # A pickle starts with the opcode PROTO and a version up to 5.
-    is_pickle = first_bytes[:1] == b"\x80" and first_bytes[1:2] <= b"\x05"
-    is_zip = first_bytes[:2] == b"PK" and suffix != ".keras"
-    # In safetensors, these bytes are a length within the file, and it may start in the same way.
-    is_length = int.from_bytes(first_bytes, "little") <= os.path.getsize(path) - 8
-    if (is_pickle or is_zip) and not is_length:
-        raise CheckpointMismatchError(
-            f"{path}: expected a file of the format in its name, got "
-            f"{'a pickle' if is_pickle else 'a zip archive, as torch.save writes it'}. Nothing is "
-            "unpickled here: that can run code. If you trust the file, load it with the program "
-            "that wrote it, and save its arrays with safetensors."
+            f"{path}: expected a checkpoint's directory, or a file on disk named "
+            f"{', '.join(readers)}, got another file. Convert it, or download it."
         )
     return readers[suffix](path)
 
@@ -102,13 +73,6 @@ def _open_checkpoint(directory: str) -> Iterator[ArrayFile]:
     yield ArrayFile(specs, read)
 
 
-def import_safetensors() -> Any:
-    """Returns the library; the ImportError tells how to install it."""
-    to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
-    import_optional("safetensors.numpy", to_install)
-    return import_optional("safetensors", to_install)
-
-
 def _library_errors(path: str, *errors: type[Exception]) -> contextlib.AbstractContextManager[None]:
     """Context manager that turns a library's errors into a CheckpointCorruptError."""
     return corrupt_on(
@@ -120,7 +84,8 @@ def _library_errors(path: str, *errors: type[Exception]) -> contextlib.AbstractC
 
 @contextlib.contextmanager
 def _open_safetensors(path: str) -> Iterator[ArrayFile]:
-    library = import_safetensors()
+    to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
+    library = import_optional("safetensors", to_install)
     # Opening it checks the header, its offsets, and the length of the file.
     with _library_errors(path, library.SafetensorError), library.safe_open(path, "numpy"):
         pass

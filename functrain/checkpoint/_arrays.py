@@ -1,7 +1,7 @@
-"""The arrays of a checkpoint: written, and read in pieces with their checksums.
+"""The arrays of a checkpoint: written and read with their checksums.
 
 The arrays are in the format of safetensors, one file for each process. To restore a piece of a
-leaf, only the parts that it touches are read and compared, in small chunks.
+leaf, only the parts that it touches are read and compared.
 """
 
 import contextlib
@@ -10,19 +10,18 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from functrain.checkpoint import _leaves, _manifest
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointCorruptError, is_refusal
+from functrain.checkpoint._files import arrays_name, files_at
 from functrain.checkpoint._leaves import Box, Leaf, Reader
-from functrain.checkpoint._local import arrays_name
-from functrain.checkpoint._remote import files_at
 from functrain.common import _tree
 
-# Bytes that are written, or read and compared, at once: the memory that it takes beside a leaf.
+# Bytes that are written, or read and compared, at once.
 _CHUNK_BYTES = 4 * 2**20
 
 # Dtypes by their names in safetensors. Arrays of other dtypes are stored as bytes.
@@ -37,14 +36,14 @@ _SAFETENSORS_NAMES = dict(zip(DTYPES.values(), DTYPES, strict=True))
 
 def write_arrays(
     file: Any, leaves: Mapping[str, Leaf], check: Callable[[], None] = lambda: None
-) -> Any:
+) -> tuple[int, int, str, dict[str, Any]]:
     """Writes the parts that this process has into an open file.
 
     `check` is called before each chunk; its exception ends the writing.
 
     Returns:
-      For the manifest, ``[size of the file, size of its header, checksum of its header]``; and by
-      leaf, ``[offset in the file, box in the array, checksum]`` for each part.
+      The sizes of the file and of its header, the checksum of the header, and by leaf ``[offset in
+      the file, box in the array, checksum]`` for each part.
     """
     header, offset = dict[str, Any](), 0
     for name, leaf in leaves.items():
@@ -70,7 +69,7 @@ def write_arrays(
             checksum = _write_in_chunks(file, array, check)
             record = [begin, _box_to_text(box), f"{checksum:08x}"]
             shards.setdefault(name, []).append(record)
-    return [len(text) + offset, len(text), f"{zlib.crc32(text):08x}"], shards
+    return len(text) + offset, len(text), f"{zlib.crc32(text):08x}", shards
 
 
 def _write_in_chunks(file: Any, array: np.ndarray, check: Callable[[], None]) -> int:
@@ -99,14 +98,10 @@ def _box_shape(box: Box) -> tuple[int, ...]:
     return tuple(side.stop - side.start for side in box)
 
 
-def _box_size(box: Box) -> int:
-    return math.prod(_box_shape(box))
-
-
-def _shift(box: Box, origin: Box, sign: int = 1) -> Box:
-    """Converts a box relative to another box to one of the whole array; -1 converts it back."""
+def _relative(box: Box, origin: Box) -> Box:
+    """Returns a box within another one, relative to its start."""
     pairs = zip(box, origin, strict=True)
-    return tuple(slice(x.start + sign * y.start, x.stop + sign * y.start) for x, y in pairs)
+    return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in pairs)
 
 
 def _intersection(a: Box, b: Box) -> Box:
@@ -116,24 +111,6 @@ def _intersection(a: Box, b: Box) -> Box:
         start = max(x.start, y.start)
         sides.append(slice(start, max(start, min(x.stop, y.stop))))
     return tuple(sides)
-
-
-def _chunk_boxes(shape: tuple[int, ...], itemsize: int) -> Iterator[Box]:
-    """Yields boxes of at most 4 MiB that cover an array in the order of its bytes."""
-    if not shape:
-        yield ()
-        return
-    # The array is cut along one axis: the first whose slices fit into a chunk.
-    axis = 0
-    while itemsize * math.prod(shape[axis + 1 :]) > _CHUNK_BYTES:
-        axis += 1
-    row_bytes = itemsize * math.prod(shape[axis + 1 :])
-    rows = max(1, _CHUNK_BYTES // max(1, row_bytes))
-    for index in np.ndindex(*shape[:axis]):
-        outer = tuple(slice(i, i + 1) for i in index)
-        for begin in range(0, shape[axis], rows):
-            side = slice(begin, min(begin + rows, shape[axis]))
-            yield *outer, side, *_leaves.full_box(shape[axis + 1 :])
 
 
 def require_complete(record: Mapping[str, Any]) -> None:
@@ -177,8 +154,8 @@ class _StoredArrays(contextlib.ExitStack):
         super().__init__()
         self._directory, self._manifest, self._check = directory, manifest, check
         self._files: dict[int, Any] = {}
-        self._complete = set[str]()  # names of leaves
-        self._verified = set[tuple[int, int]]()  # process and offset of shards
+        # Devices ask for one part after the other, often out of the same shard.
+        self._last_shard: tuple[Any, np.ndarray] = (None, np.zeros(0))
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
         """Returns the part of an array in a box, or all of it, after comparing checksums."""
@@ -186,63 +163,51 @@ class _StoredArrays(contextlib.ExitStack):
         try:
             record = self._manifest["leaves"][name]
             dtype, shape = _stored_spec(record)
-            # Once for a leaf, although its pieces are read one after the other.
-            if name not in self._complete:
-                require_complete(record)
-                self._complete.add(name)
+            require_complete(record)
             box = _leaves.full_box(shape) if box is None else box
             needed_shards = []
             for process, offset, text, checksum in record["shards"]:
                 shard_box = _text_to_box(text)
+                common = _intersection(shard_box, box)
                 # A checkpoint of many processes has many files: only those needed are opened.
-                if _box_size(_intersection(shard_box, box)):
+                if math.prod(_box_shape(common)):
+                    count = math.prod(_box_shape(shard_box)) * dtype.itemsize
                     # Before memory is taken: a crafted spec may ask for terabytes.
-                    self._require_bytes(process, offset, _box_size(shard_box) * dtype.itemsize)
-                    needed_shards.append((process, offset, shard_box, checksum))
+                    if not 0 <= offset <= self._open(process).seek(0, os.SEEK_END) - count:
+                        raise ValueError("its file is cut short")
+                    needed_shards.append((process, offset, count, checksum, shard_box, common))
             result = np.empty(_box_shape(box), dtype)
-            for shard in needed_shards:
-                self._read_shard(*shard, result, box)
+            for *place, shard_box, common in needed_shards:
+                shard = self._read_shard(*place).view(dtype).reshape(_box_shape(shard_box))
+                if shard_box == box:
+                    return shard
+                # The ellipsis makes an index of a scalar return an array, too.
+                source: Any = (*_relative(common, shard_box), ...)
+                target: Any = (*_relative(common, box), ...)
+                result[target] = shard[source]
         except PARSE_ERRORS as error:
             if is_refusal(error):
                 raise
             raise CheckpointCorruptError(getattr(error, "strerror", None) or error) from error
         return result
 
-    def _require_bytes(self, process: int, offset: int, count: int) -> None:
-        size = self._open(process).seek(0, os.SEEK_END)
-        if not 0 <= offset <= offset + count <= size:
-            raise ValueError("its file is cut short")
-
-    def _read_shard(
-        self, process: int, offset: int, shard_box: Box, checksum: str, result: np.ndarray, box: Box
-    ) -> None:
-        """Copies the part of a shard that is in a box, chunk by chunk, and compares its checksum.
-
-        A shard that was verified before is not verified again: its other chunks are skipped.
-        """
-        file, crc32, dtype = self._open(process), 0, result.dtype
-        is_verified = (process, offset) in self._verified
+    def _read_shard(self, process: int, offset: int, count: int, checksum: str) -> np.ndarray:
+        """Returns the bytes of a shard, after comparing their checksum."""
+        if self._last_shard[0] == (process, offset, count):
+            return self._last_shard[1]
+        self._last_shard = (None, np.zeros(0))  # lets go of its memory
+        file, crc32, data = self._open(process), 0, np.empty(count, np.uint8)
         file.seek(offset)
-        for chunk in _chunk_boxes(_box_shape(shard_box), dtype.itemsize):
+        for begin in range(0, count, _CHUNK_BYTES):
             self._check()
-            chunk_box = _shift(chunk, shard_box)
-            common = _intersection(chunk_box, box)
-            chunk_bytes = _box_size(chunk) * dtype.itemsize
-            if is_verified and not _box_size(common):
-                file.seek(chunk_bytes, os.SEEK_CUR)
-                continue
-            chunk_data = file.read(chunk_bytes)
-            crc32 = zlib.crc32(chunk_data, crc32)
-            if _box_size(common):
-                # The ellipsis makes an index of a scalar return an array, too.
-                target: Any = (*_shift(common, box, -1), ...)
-                source: Any = (*_shift(common, chunk_box, -1), ...)
-                array = np.frombuffer(chunk_data, dtype).reshape(_box_shape(chunk))
-                result[target] = array[source]
+            chunk = file.read(min(_CHUNK_BYTES, count - begin))
+            crc32 = zlib.crc32(chunk, crc32)
+            data[begin : begin + _CHUNK_BYTES] = np.frombuffer(chunk, np.uint8)
         # A CRC detects accidents, not attackers.
-        if not is_verified and f"{crc32:08x}" != checksum:
+        if f"{crc32:08x}" != checksum:
             raise ValueError("other bytes than were saved")
-        self._verified.add((process, offset))
+        self._last_shard = ((process, offset, count), data)
+        return data
 
     def _open(self, process: int) -> Any:
         if process not in self._files:
@@ -257,7 +222,6 @@ def read_leaves(
     manifest: Mapping[str, Any],
     uses: Mapping[str, Callable[[Reader], Any]],
     check: Callable[[], None] = lambda: None,
-    faults: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Reads leaves one after the other, and returns a result for each.
 
@@ -266,9 +230,8 @@ def read_leaves(
       manifest: Its manifest.
       uses: For each leaf a function that is given a reader. Only its result stays in memory.
       check: Called before each chunk; its exception ends the reading.
-      faults: Damage that is known already: one CheckpointCorruptError names all of it.
     """
-    results, lines = dict[str, Any](), list(faults)
+    results, lines = dict[str, Any](), list[str]()
     with _StoredArrays(directory, manifest, check) as stored:
         for name, use in uses.items():
             try:

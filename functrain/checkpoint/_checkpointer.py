@@ -6,52 +6,21 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Self
+from collections.abc import Mapping
+from typing import Any, Self
 
-from functrain.checkpoint import _leaves, _manifest, _processes, _storage
-from functrain.checkpoint._errors import CheckpointCorruptError
+from functrain.checkpoint import _checkpoint, _directory, _leaves, _manifest, _processes
+from functrain.checkpoint._checkpoint import Content, Likes, Restored
+from functrain.checkpoint._directory import Monitor
+from functrain.checkpoint._files import files_at, resolve_path
 from functrain.checkpoint._manifest import DOCUMENTS, STATE
-from functrain.checkpoint._step_directory import Monitor, StepDirectory
 from functrain.checkpoint._writer import Writer
 from functrain.common import _direction, _repr
 from functrain.common._checks import is_positive, require, require_instance, require_integer
 from functrain.common._types import PyTree
 from functrain.common._values import require_numbers, split_members
-from functrain.common._warnings import warn
 from functrain.engine._position import Position, as_position
 from functrain.engine._trigger import Every, Trigger, as_trigger
-
-# Given a manifest, returns the structures to load into, by name of the tree.
-_Likes = Callable[[dict[str, Any]], dict[str, PyTree]]
-_Content = tuple["Restored", dict[str, PyTree], dict[str, Any]]
-
-
-class Restored(NamedTuple):
-    """What `Checkpointer.restore` returns.
-
-    Attributes:
-      state: The state, in the structure that was asked for.
-      position: The position of the training.
-      values: The values that were saved with it, such as ``{"val_loss": 0.3}``.
-      documents: The documents that were saved with it; by a run its history, hooks and data.
-
-    Examples:
-      >>> Restored(state=(), position=Position(step=3), values={}, documents={}).position.step
-      3
-    """
-
-    state: PyTree
-    position: Position
-    values: dict[str, float]
-    documents: dict[str, Any]
-
-    def __repr__(self) -> str:
-        document_names = ", ".join(self.documents) or "nothing"
-        return (
-            f"Restored(state={_repr.state_repr(self.state)}, position={self.position}, "
-            f"values={self.values}, documents of {document_names})"
-        )
 
 
 class Checkpointer:
@@ -122,9 +91,14 @@ class Checkpointer:
         self.every = as_trigger(every, Every(epochs=1))
         self.keep, self.keep_every, self.monitor = keep, keep_every, monitor
         self.budget, self.skipped = budget, 0
-        self._directory = StepDirectory(directory)
-        self.directory = self._directory.path
-        self._monitored = Monitor(monitor, mode, self._directory)
+        self.directory = resolve_path(directory, "directory")
+        if os.path.isfile(self.directory):
+            raise FileExistsError(
+                f"{self.directory}: expected a directory for checkpoints, got a file. Choose "
+                "another path."
+            )
+        self._lock = files_at(self.directory).lock(self.directory)
+        self._monitored = Monitor(monitor, mode, self.directory)
         self._writer = Writer()
         # Held by the thread that starts a save, or removes checkpoints.
         self._save_lock = threading.RLock()
@@ -146,7 +120,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Returns the steps that have a checkpoint, in ascending order."""
-        return self._directory.steps()
+        return _directory.steps(self.directory)
 
     def latest(self) -> int | None:
         """Returns the step of the last checkpoint; None if there is none."""
@@ -243,7 +217,7 @@ class Checkpointer:
         if step is not None:
             require_integer("step", step, 0)
         self.wait()
-        return self._directory.verify(step)
+        return _directory.verify(self.directory, step)
 
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps, so that training can resume from this one.
@@ -254,23 +228,24 @@ class Checkpointer:
           RuntimeError: Another process or checkpointer writes to the directory.
         """
         require_integer("step", step, 0)
+
         with self._save_lock:
             self.wait()
             group = _processes.main_group
             # First, since the locking would create the directory.
-            group.call_on_first(lambda: self._directory.find(step))
-            is_writer = group.call_on_first(self._directory.is_locked)
-            group.call_on_first(self._directory.require_writable)
+            group.call_on_first(lambda: _directory.require_step(self.directory, step))
+            is_writer = group.call_on_first(self._lock.is_held)
+            group.call_on_first(self._require_writable)
             try:
-                self._visible_steps()
+                _directory.visible_steps(self.directory)
                 with group.raise_in_all():
                     # Otherwise a rollback to a damaged checkpoint could leave no intact one.
-                    _storage.verify(self._directory.find(step))
-                group.call_on_first(lambda: self._directory.remove_later(step))
+                    _checkpoint.verify(_directory.path_of(self.directory, step))
+                group.call_on_first(lambda: _directory.remove_later(self.directory, step))
             finally:
                 # The run that resumes may have another checkpointer.
                 if not is_writer:
-                    self._directory.release()
+                    self._lock.release()
 
     def wait(self) -> None:
         """Waits for the save in progress, and raises its error."""
@@ -283,30 +258,13 @@ class Checkpointer:
         finally:
             # A second Ctrl-C interrupts the wait: then the lock is released with the process.
             if not self._writer.is_busy:
-                self._directory.release()
+                self._lock.release()
 
     # Used by runs, in `functrain/loop/_saving.py`.
 
-    def _prepare(self) -> None:
-        """Raises an error unless checkpoints can be written where all processes can see them."""
-        group = _processes.main_group
-        group.call_on_first(self._directory.require_writable)
-        path, steps = group.call_on_first(lambda: [self.directory, self.steps()])
-        with group.raise_in_all():
-            _processes.wait_until_visible(self.directory, path, lambda: self.steps() == steps)
-
-    def _visible_steps(self) -> list[int]:
-        """Returns the steps that the first process sees, as soon as this one sees them as well."""
-        if not _processes.is_multiprocess():
-            return self.steps()
-        group = _processes.main_group
-        steps: list[int]
-        path, steps = group.call_on_first(lambda: [self.directory, self.steps()])
-        with group.raise_in_all():
-            _processes.wait_until_visible(
-                self.directory, path, lambda: set(steps) <= set(self.steps())
-            )
-        return steps
+    def _require_writable(self) -> None:
+        """Creates and locks the directory; RuntimeError if another checkpointer writes to it."""
+        _directory.acquire(self._lock, self.directory)
 
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than every saved one."""
@@ -354,11 +312,13 @@ class Checkpointer:
         start = time.perf_counter()
         flat_values = split_members(values)
         with _processes.main_group.raise_in_all():
-            target = self._directory.new_target(position.step)
+            path = _directory.path_of(self.directory, position.step)
+            expected = "a step of at most twelve digits"
+            require(position.step < 10**12, self.directory, expected, position.step)
             arrays, encoded_documents = _leaves.named_leaves(trees), {}
             for name, document in documents.items():
-                path = f"{DOCUMENTS}/{name}"
-                encoded_documents[name] = _manifest.encode(document, path, arrays)
+                encoded = _manifest.encode(document, f"{DOCUMENTS}/{name}", arrays)
+                encoded_documents[name] = encoded
             leaves = _leaves.fetch_leaves(arrays, copy=copy)
         entries = {
             "step": position.step,
@@ -370,16 +330,16 @@ class Checkpointer:
             "run": _manifest.fingerprint(trees.get(STATE)),
             "documents": encoded_documents,
         }
-        _processes.main_group.call_on_first(self._directory.require_writable)
+        _processes.main_group.call_on_first(self._require_writable)
         self._save_group = group = self._save_group or _processes.new_save_group()
 
         def work() -> None:
             try:
-                _storage.write_checkpoint(target, leaves, entries, group, self._directory.is_locked)
+                _checkpoint.write_checkpoint(path, leaves, entries, group, self._lock.is_held)
                 self._monitored.record(position.step, flat_values)
                 if _processes.is_first() and self.keep is not None:
-                    best = self._monitored.best()
-                    self._directory.remove_surplus(self.keep, best, self.keep_every, kept_before)
+                    kept = self.keep, self._monitored.best(), self.keep_every, kept_before
+                    _directory.remove_surplus(self.directory, *kept)
             finally:
                 # A save that failed counts as well, because it took its time.
                 self._last_save_end = time.perf_counter()
@@ -387,56 +347,14 @@ class Checkpointer:
 
         self._writer.start(work)
 
-    def _read(self, likes: _Likes, step: int | None = None) -> _Content:
+    def _read(self, likes: Likes, step: int | None = None) -> Content:
         """Loads a checkpoint. Returns its content, its trees by name, and its manifest."""
         self.wait()
-        group = _processes.main_group
-        steps = self._visible_steps()
-        candidates = [step] if step is not None else steps[::-1]
-        if not candidates:
-            raise FileNotFoundError(
-                f"{self.directory}: expected a checkpoint, got none. Check the directory."
-            )
-        reasons: list[str] = []
-        for n in candidates:
-            failure, read = None, functools.partial(self._read_step, n, likes)
-            try:
-                result = _storage.read_unless_replaced(self._directory.target(n), read)
-            except Exception as error:
-                failure = error
-            # The writer has removed it since the listing. Several processes would see that at
-            # different times.
-            is_removed = step is None and isinstance(failure, FileNotFoundError)
-            if is_removed and not _processes.is_multiprocess():
-                return self._read(likes)
-            # All processes load the same checkpoint, or all pass over it.
-            failures = group.exchange_failures(failure)
-            if not failures:
-                for reason in reasons:
-                    warn(f"Passed over, for step {n}: {reason}")
-                return result
-            reason = _processes.describe_failures(failures)
-            # An older checkpoint helps only if this one is damaged. An OtherProcessError is a
-            # consequence of the failure in another process, which has its own entry.
-            error_names = {text.partition(":")[0] for text in failures.values()}
-            error_names.discard(_processes.OtherProcessError.__name__)
-            if step is not None or error_names != {CheckpointCorruptError.__name__}:
-                raise failure or _processes.OtherProcessError(reason)
-            reasons.append(reason)
-        raise CheckpointCorruptError(
-            f"{self.directory}: expected an intact checkpoint, but all are damaged:\n"
-            + "\n".join(reasons)
-        )
-
-    def _read_step(self, step: int, likes: _Likes) -> _Content:
-        directory = self._directory.find(step)
-        manifest = _manifest.read_manifest(directory)
-        # No structure is needed for the arrays of documents: they are read by their names.
-        names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
-        trees, arrays = _storage.read_trees(directory, manifest, likes(manifest), names)
-        with _manifest.parsing(f"{directory}: expected a position and documents"):
-            documents = {}
-            for name, document in manifest["documents"].items():
-                documents[name] = _manifest.decode(document, arrays)
-            position = Position(**manifest.get("position", {}))
-        return Restored(trees.get(STATE), position, manifest["values"], documents), trees, manifest
+        read = functools.partial(_checkpoint.read_checkpoint, likes)
+        if step is None:
+            return _directory.read_newest(self.directory, read)
+        _directory.visible_steps(self.directory)
+        with _processes.main_group.raise_in_all():
+            _directory.require_step(self.directory, step)
+            path = _directory.path_of(self.directory, step)
+            return _checkpoint.read_unless_replaced(path, lambda: read(path))

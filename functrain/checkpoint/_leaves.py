@@ -10,6 +10,7 @@ import numpy as np
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._processes import is_first
 from functrain.common import _tree
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 
 Box = tuple[slice, ...]  # a part of an array: start and stop on each axis
@@ -151,33 +152,30 @@ def cpu_device() -> jax.Device | None:
 
 def differences(manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> list[str]:
     """Returns a line for each leaf of trees that a checkpoint lacks, or has in another form."""
-    # Weak types count as strong ones: arrays are strongly typed when they are restored.
-    expected = {name: _tree.strong_spec(leaf) for name, leaf in named_leaves(likes).items()}
-    saved = {}
-    for name, record in manifest["leaves"].items():
-        if tree_name(name) in likes:
-            saved[name] = record["spec"]
     lines = []
-    for name in {**expected, **saved}:
-        path = leaf_path(name)
-        if name not in saved:
-            lines.append(f"{path}: not in the checkpoint (expected {expected[name]})")
-        elif name not in expected:
-            lines.append(f"{path}: not expected (saved {saved[name]})")
-        elif saved[name] != expected[name]:
-            lines.append(f"{path}: saved {saved[name]}, expected {expected[name]}")
+    for tree, like in likes.items():
+        # Weak types count as strong ones: arrays are strongly typed when they are restored.
+        leaves = named_leaves({tree: like}).items()
+        expected = {leaf_path(name): _tree.strong_spec(leaf) for name, leaf in leaves}
+        saved = {
+            leaf_path(name): record["spec"]
+            for name, record in manifest["leaves"].items()
+            if tree_name(name) == tree
+        }
+        lines += _tree.spec_differences(expected, saved)
     return lines
 
 
 def require_leaves(directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> None:
     """Raises CheckpointMismatchError if a checkpoint has other leaves. No array is read."""
-    lines = differences(manifest, likes)
-    if lines:
-        raise CheckpointMismatchError(
-            f"{directory}: its leaves are not those expected:\n{_tree.bullets(lines)}\n"
-            "Nothing was loaded. Build the state with the model, the optimizer and the rng (or "
-            "rng=None) that were saved; for a part of it: functrain.warm_start."
-        )
+    require_no_problems(
+        directory,
+        differences(manifest, likes),
+        "a checkpoint with the leaves of the state",
+        "Nothing was loaded. Build the state with the model, the optimizer and the rng (or "
+        "rng=None) that were saved; for a part of it: functrain.warm_start.",
+        error=CheckpointMismatchError,
+    )
 
 
 def restore_leaf(path: str, like: Any, read: Reader) -> Any:

@@ -25,17 +25,16 @@ import numpy as np
 
 from functrain._version import __version__
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
-from functrain.checkpoint._local import MANIFEST, is_step_name
-from functrain.checkpoint._remote import files_at
+from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name, steps_in
 from functrain.common import _tree
 from functrain.common._checks import require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 
-FORMAT = 2
-STATE, DOCUMENTS = "state", "documents"  # names of trees
+FORMAT = 3
+STATE, DOCUMENTS, FILE = "state", "documents", "file"  # names of trees
 
-_ENTRY_TYPES = {"trees": list, "leaves": dict, "files": list, "run": dict, "documents": dict}
+_ENTRY_TYPES = {"trees": list, "leaves": dict, "bytes": int, "run": dict, "documents": dict}
 
 
 def format_manifest(entries: Mapping[str, Any], leaves: Mapping[str, Any]) -> bytes:
@@ -48,9 +47,13 @@ def format_manifest(entries: Mapping[str, Any], leaves: Mapping[str, Any]) -> by
 
 
 def read_manifest(directory: str) -> dict[str, Any]:
-    """Returns the manifest of a checkpoint, if it is intact and of this format."""
+    """Returns the manifest of a checkpoint, if it is intact and of this format.
+
+    Raises FileNotFoundError if nothing is there, or only what a killed save left.
+    """
     files = files_at(directory)
-    if not files.is_checkpoint(directory):
+    if not files.has(directory, [MANIFEST]):
+        require_something(directory, "a checkpoint")
         raise CheckpointMismatchError(
             f"{directory}: expected a checkpoint, got {describe_path(directory)}. Load what "
             "functrain.save wrote, or the directory of one step of a functrain.Checkpointer."
@@ -59,8 +62,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
     with parsing(f"{path}: expected the manifest of a checkpoint"):
         with files.open(path) as file:
             sealed = json.load(file)
-        defaults = {"run": {}, "documents": {}, "values": {}, "save_id": ""}
-        manifest = {**defaults, **sealed["checkpoint"]}
+        manifest = {"run": {}, "documents": {}, "values": {}, **sealed["checkpoint"]}
         if sealed["crc32"] != _checksum(sealed["checkpoint"]):
             raise ValueError("its checksum does not match")
         if manifest["format"] != FORMAT:
@@ -74,13 +76,13 @@ def read_manifest(directory: str) -> dict[str, Any]:
         for name, record in manifest["leaves"].items():
             require_instance(name, record["spec"], str, "a dtype and a shape")
         # Somebody may have renamed it: another step's values would be taken for those of this one.
-        step_name = os.path.basename(directory).partition(".")[0]
+        step_name = os.path.basename(directory)
         if "step" in manifest and is_step_name(step_name):
             steps = {int(step_name), manifest["step"], manifest["position"]["step"]}
             if len(steps) > 1:
                 raise ValueError(f"it is the checkpoint of step {manifest['step']}")
         # It becomes a part of names of files.
-        if not re.fullmatch("[0-9a-f]*", manifest["save_id"]):
+        if not re.fullmatch("[0-9a-f]+", manifest["save_id"]):
             raise ValueError("its save_id is not hexadecimal")
         values = decode(manifest["values"], {})
         manifest["values"] = {name: float(x) for name, x in values.items()}
@@ -93,14 +95,20 @@ def parsing(expected: str) -> contextlib.AbstractContextManager[None]:
     return corrupt_on(*PARSE_ERRORS, expected=expected, advice=advice)
 
 
+def require_something(path: str, expected: str) -> None:
+    """Raises FileNotFoundError if nothing is at a path, or only what a killed save left."""
+    if all(map(is_part, files_at(path).names(path))):
+        raise FileNotFoundError(f"{path}: expected {expected}, got nothing. Check the path.")
+
+
 def describe_path(path: str) -> str:
     """Returns what is at a path, for error messages."""
-    files = files_at(path)
-    if not files.is_directory(path):
-        return "a file" if files.exists(path) else "nothing"
-    if files.is_checkpoint(path):
+    names = files_at(path).names(path)
+    if "" in names:
+        return "a file"
+    if MANIFEST in names:
         return "a checkpoint"
-    last_step = max(files.steps(path), default=None)
+    last_step = max(steps_in(names), default=None)
     if last_step is not None:
         return f"a directory of checkpoints, the last one {last_step:012d}"
     return "something else"

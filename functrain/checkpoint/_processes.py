@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from functrain.common._checks import require
 from functrain.distributed import _coordination
 from functrain.distributed._stopping import LEAVE_TIMEOUT, why_missing
 
@@ -171,17 +172,18 @@ def new_save_group() -> ProcessGroup:
     return ProcessGroup(f"saves-{next(_save_group_numbers)}")
 
 
-def wait_until_visible(path: str, first_path: str, is_visible: Callable[[], bool]) -> None:
-    """Waits until this process can see what the first process wrote to a network disk.
+def require_same_path(path: str, first_path: str) -> None:
+    """Raises ValueError if the first process saves or loads another path."""
+    expected = f"the same path and step in all processes, {first_path} as in process 0"
+    advice = "Use one path on a disk that all processes see."
+    require(path == first_path, path, expected, path, advice)
 
-    Raises ValueError if that stays invisible, or the first process has written to another path.
-    """
+
+def wait_until(is_visible: Callable[[], bool]) -> bool:
+    """Waits until this process sees what others wrote to a network disk; False if it never does."""
     deadline = time.monotonic() + _VISIBILITY_TIMEOUT
-    while path != first_path or not is_visible():
-        if path != first_path or time.monotonic() > deadline:
-            raise ValueError(
-                f"{path}: expected the same path and step in all processes, and a directory that "
-                f"all of them can see, got {first_path} in process 0, and process "
-                f"{jax.process_index()} does not see the same. Use one path on a shared disk."
-            )
+    while not is_visible():
+        if not is_multiprocess() or time.monotonic() > deadline:
+            return False
         time.sleep(0.1)
+    return True

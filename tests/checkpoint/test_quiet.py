@@ -23,7 +23,8 @@ def change(path, how):
         path.unlink()
 
 def damage(folder, name, how):
-    change(pathlib.Path(folder, name), how)
+    (path,) = pathlib.Path(folder).glob(name)
+    change(path, how)
 """
 
 
@@ -39,10 +40,11 @@ def test_damage_of_any_kind_is_one_warning() -> None:
     said = stderr_of(
         """
 with ft.Checkpointer(d + "/run", keep=None) as checkpoints:
-    for step in range(1, 10):
+    for step in range(1, 9):
         checkpoints.save(state, step)
-names = ["checkpoint.json", "arrays-0.safetensors"]
-kinds = [(name, how) for name in names for how in ("flip", "cut", "zero", "remove")]
+names = ["checkpoint.json", "arrays-0-*.safetensors"]
+kinds = [(name, how) for name in names for how in ("flip", "cut", "zero")]
+kinds.append(("arrays-0-*.safetensors", "remove"))
 for step, (name, how) in enumerate(kinds, 2):
     damage(d + f"/run/{step:012d}", name, how)
 restored = ft.Checkpointer(d + "/run").restore(state).position.step
@@ -50,10 +52,10 @@ assert restored == 1, restored
 print("done")
 """
     )
-    assert said.count("UserWarning: Passed over, for step 1: ") == 8
+    assert said.count("UserWarning: Passed over, for step 1: ") == 7
     assert "Traceback" not in said
     assert "ERROR" not in said
-    assert len(said) < 8 * 5000
+    assert len(said) < 7 * 5000
     assert all(len(line) < 1000 for line in said.splitlines())
 
 

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import _storage, _writer
+from functrain.checkpoint import _checkpoint, _writer
 from tests.conftest import digest
 
 TX = optax.sgd(0.1)
@@ -128,7 +128,7 @@ def test_the_error_of_a_save_is_raised_by_it_and_not_by_that_of_another_thread(
             with contextlib.suppress(OSError):
                 checkpoints.wait()  # as the save of another thread, whose turn it is now
 
-    monkeypatch.setattr(_storage, "write_checkpoint", full_disk)
+    monkeypatch.setattr(_checkpoint, "write_checkpoint", full_disk)
     monkeypatch.setattr(checkpoints, "_save_lock", Turns())
     with pytest.raises(OSError, match="the disk is full"):
         checkpoints.save({"w": np.zeros(3)}, 1)
@@ -138,16 +138,16 @@ def test_the_error_of_a_save_is_raised_by_it_and_not_by_that_of_another_thread(
 def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_not_called_damaged(
     tmp_path, monkeypatch
 ) -> None:
-    verify = _storage.verify
+    read_leaves = _checkpoint.read_leaves
     with ft.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save({"w": np.zeros(3)}, 1)
 
-        def verify_too_late(directory: str) -> None:
-            monkeypatch.setattr(_storage, "verify", verify)
+        def read_too_late(*_: Any) -> None:
+            monkeypatch.setattr(_checkpoint, "read_leaves", read_leaves)
             checkpoints.save({"w": np.ones(3)}, 1)
             raise ft.CheckpointCorruptError("the files that were listed are gone")
 
-        monkeypatch.setattr(_storage, "verify", verify_too_late)
+        monkeypatch.setattr(_checkpoint, "read_leaves", read_too_late)
         assert checkpoints.verify() == {}
 
 

@@ -257,7 +257,7 @@ def test_the_last_good_checkpoint_of_a_training_is_taken(tmp_path) -> None:
     step = tmp_path / "run" / f"{1:012d}"
     assert ft.warm_start(create(), step).state.params["head"]["kernel"][0, 0] == 1
     (tmp_path / "run" / f"{2:012d}" / "checkpoint.json").write_text("{}")
-    with pytest.warns(UserWarning, match="Passed over, for .*000000000001: .*damaged") as found:
+    with pytest.warns(UserWarning, match="Passed over, for step 1: .*damaged") as found:
         warm = ft.warm_start(create(), tmp_path / "run")
     assert found[0].filename == __file__
     assert warm.state.params["head"]["kernel"][0, 0] == 1
@@ -297,7 +297,7 @@ def test_what_a_run_chose_as_its_result_is_taken_rather_than_its_last_state(tmp_
         ({"take": "params/encoder"}, r"Nearest: 'params/encoder/\*\*'\."),
         ({"take": ["params/**", "params/hed/*"]}, r"got 'params/hed/\*'.*params/head"),
         ({"skip": "params/hed/**"}, r"skip: .*Nearest: 'params/head/\*\*'"),
-        ({"rename": lambda path: f"x/{path}"}, r"none that .*for one, x/step; .*rename"),
+        ({"rename": lambda path: f"x/{path}"}, r"got none: .*for one, x/step, .*rename"),
         ({"rename": lambda path: "same"}, r"rename\('params/encoder.*got 'same'. .* has 'step'"),
     ],
 )  # fmt: skip
@@ -308,7 +308,7 @@ def test_patterns_and_names_that_mean_nothing_are_refused(old, given, message) -
 
 def test_a_pattern_that_the_state_has_and_the_file_lacks_is_refused(old) -> None:
     state = create(extra={"lora": {"a": jnp.ones(2)}})
-    with pytest.raises(ValueError, match=r"take: expected leaves in .*/old for 'params/lora/\*\*'"):
+    with pytest.raises(ValueError, match=r"take: .* of paths in .*/old, got 'params/lora/\*\*'"):
         ft.warm_start(state, old, take=["params/**", "params/lora/**"])
 
 
@@ -316,7 +316,7 @@ def test_patterns_of_the_state_are_told_to_rename_the_paths_of_the_file(tmp_path
     weights = create().params
     ft.save(tmp_path / "bare", weights)
     take = "params/encoder/**"
-    with pytest.raises(ValueError, match=r"matches (params/\S+) in the state, got none.*rename="):
+    with pytest.raises(ValueError, match=r"paths in .*/bare, got 'params/.*rename="):
         ft.warm_start(create(), tmp_path / "bare", take=take)
     # A pattern of the paths in the file is not one of the state.
     with pytest.raises(ValueError, match=r"paths in the state, got 'encoder/.*'params/encoder/\*"):
@@ -341,9 +341,9 @@ def test_arguments_of_another_kind_are_named(old) -> None:
 
 
 def test_what_is_no_state_is_named(old) -> None:
-    with pytest.raises(TypeError, match=r"the order is functrain\.warm_start\(state, source\)"):
+    with pytest.raises(TypeError, match=r"The order is warm_start\(state, source\)"):
         ft.warm_start(old, create())
-    with pytest.raises(TypeError, match="expected an array at params/w, got float"):
+    with pytest.raises(TypeError, match=r"expected an array at params/w, got 1\.0"):
         ft.warm_start({"params": {"w": 1.0}}, old)
     state = create()
     state.opt_state[0].count.delete()

@@ -5,7 +5,6 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
 import zipfile
 
 import h5py
@@ -64,23 +63,9 @@ def test_names_of_torch_go_where_rename_says(tmp_path) -> None:
     assert warm.state["params"]["encoder"][0]["weight"][0, 0] == 1
 
 
-@pytest.mark.parametrize("name", ["kernel", "weight"])
-@pytest.mark.parametrize("shape", [(3, 3), (3, 2), (3,), (2, 2, 2, 2)])
-def test_square_matrices_of_torch_warn_where_kernels_are_transposed(tmp_path, name, shape) -> None:
-    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
-    path = write_safetensors(tmp_path / "torch.safetensors", {"body.0.weight": array})
-    state = {"dense": {name: jnp.zeros(shape)}}
-    is_ambiguous = name == "kernel" and len(shape) > 1 and len(set(shape)) == 1
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        warm = ft.warm_start(state, path, rename=lambda _: f"dense/{name}")
-    assert ["[inputs, outputs]" in str(each.message) for each in caught] == [True] * is_ambiguous
-    np.testing.assert_array_equal(warm.state["dense"][name], array)
-
-
 def test_a_path_without_any_in_common_says_what_each_side_has(tmp_path) -> None:
     path = write_safetensors(tmp_path / "a.safetensors", {"a.weight": np.ones(2)})
-    with pytest.raises(ValueError, match=r"It has, for one, a\.weight; the state has b/w"):
+    with pytest.raises(ValueError, match=r"it has, for one, a\.weight, and b/w"):
         ft.warm_start({"b": {"w": jnp.ones(2)}}, path)
 
 
@@ -123,29 +108,18 @@ class Runs:
 def test_a_pickle_is_never_opened_under_any_name(tmp_path, monkeypatch, suffix, protocol) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / f"a{suffix}").write_bytes(pickle.dumps(Runs(), protocol))
-    with pytest.raises((ft.CheckpointMismatchError, ft.CheckpointCorruptError)) as caught:
+    with pytest.raises(ft.CheckpointCorruptError, match="not of the format in its name"):
         ft.warm_start({"x": jnp.ones(2)}, f"a{suffix}")
-    if protocol:
-        assert "got a pickle. Nothing is unpickled" in str(caught.value)
     assert not os.path.exists("it-ran")
-
-
-def test_an_archive_of_torch_under_another_name_is_called_that(tmp_path) -> None:
-    with zipfile.ZipFile(tmp_path / "model.safetensors", "w") as archive:
-        archive.writestr("archive/data.pkl", pickle.dumps(Runs()))
-    with pytest.raises(ft.CheckpointMismatchError, match=r"as torch\.save writes it"):
-        ft.warm_start({"x": jnp.ones(2)}, tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("nothing", FileNotFoundError, "expected a checkpoint, or a file of arrays, got nothing"),
+        ("nothing", FileNotFoundError, "expected a checkpoint, got nothing"),
         ("folder", ft.CheckpointMismatchError, "got something else"),
-        ("sharded", ft.CheckpointMismatchError, "functrain.warm_start\\(state, file\\).state"),
-        ("a.safetensors.index.json", ft.CheckpointMismatchError, "an index of several"),
-        ("text.txt", ft.CheckpointMismatchError, r"named \.safetensors, .*got one named \.txt"),
-        ("text", ft.CheckpointMismatchError, "a file without a suffix"),
+        ("text.txt", ft.CheckpointMismatchError, r"a file on disk named \.safetensors, "),
+        ("text", ft.CheckpointMismatchError, r"a file on disk named \.safetensors, "),
         ("text.safetensors", ft.CheckpointCorruptError, "intact .safetensors file"),
         ("text.h5", ft.CheckpointCorruptError, "intact .h5 file"),
         ("text.keras", ft.CheckpointCorruptError, "intact .keras file"),
@@ -154,9 +128,7 @@ def test_an_archive_of_torch_under_another_name_is_called_that(tmp_path) -> None
 )
 def test_what_is_no_such_file_is_called_by_its_name(tmp_path, name, error, message) -> None:
     (tmp_path / "folder").mkdir()
-    (tmp_path / "sharded").mkdir()
-    (tmp_path / "sharded" / "model-1.safetensors").write_text("")
-    (tmp_path / "a.safetensors.index.json").write_text("{}")
+    (tmp_path / "folder" / "other").touch()
     for each in ("text.txt", "text", "text.safetensors", "text.h5", "text.keras"):
         (tmp_path / each).write_text("some text of the length that a header has")
     with zipfile.ZipFile(tmp_path / "empty.keras", "w") as archive:

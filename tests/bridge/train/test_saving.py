@@ -212,8 +212,8 @@ def other_optimizer() -> keras.Model:
 @pytest.mark.parametrize(
     ("make", "arguments", "message"),
     [
-        (other_width, plain, r"(?s)trainable/0: saved float32\[6, 8\], expected float32\[6, 9\]"),
-        (other_optimizer, plain, r"optimizer/10: not expected \(saved float32"),
+        (other_width, plain, r"(?s)trainable/0: expected float32\[6, 9\], got float32\[6, 8\]"),
+        (other_optimizer, plain, r"optimizer/10: unexpected \(got float32"),
         (dense, lambda: {"batch_size": 11}, r"batch_size: saved with 10, now 11"),
         (dense, lambda: {"shuffle": False}, r"shuffle: saved with True, now False"),
         (dense, evaluated, r"examples: saved with 83, now 62"),

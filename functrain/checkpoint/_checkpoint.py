@@ -1,0 +1,332 @@
+"""One checkpoint: written by all processes, read, verified; and `save` and `load` of one state."""
+
+# Orbax does not write the arrays: it has no checksums for them, holds copies of the state, and
+# cannot leave its barriers when a process has died. See docs/design/checkpoint-store.md.
+
+import contextlib
+import functools
+import os
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from functrain.checkpoint import _leaves, _manifest, _processes
+from functrain.checkpoint._arrays import read_leaves, require_complete, write_arrays
+from functrain.checkpoint._errors import ObjectStoreError
+from functrain.checkpoint._files import MANIFEST, arrays_name, files_at, is_part, resolve_path
+from functrain.checkpoint._leaves import Leaf
+from functrain.checkpoint._manifest import DOCUMENTS, FILE, STATE
+from functrain.checkpoint._processes import ProcessGroup
+from functrain.common import _repr, _tree
+from functrain.common._checks import require, require_no_problems
+from functrain.common._paths import errors_name_path
+from functrain.common._types import PyTree
+from functrain.engine._position import Position
+
+_T = TypeVar("_T")
+
+
+# Given a manifest, returns the structures to load into, by name of the tree.
+Likes = Callable[[dict[str, Any]], dict[str, PyTree]]
+Content = tuple["Restored", dict[str, PyTree], dict[str, Any]]
+
+
+class Restored(NamedTuple):
+    """What `Checkpointer.restore` returns.
+
+    Attributes:
+      state: The state, in the structure that was asked for.
+      position: The position of the training.
+      values: The values that were saved with it, such as ``{"val_loss": 0.3}``.
+      documents: The documents that were saved with it; by a run its history, hooks and data.
+
+    Examples:
+      >>> Restored(state=(), position=Position(step=3), values={}, documents={}).position.step
+      3
+    """
+
+    state: PyTree
+    position: Position
+    values: dict[str, float]
+    documents: dict[str, Any]
+
+    def __repr__(self) -> str:
+        document_names = ", ".join(self.documents) or "nothing"
+        return (
+            f"Restored(state={_repr.state_repr(self.state)}, position={self.position}, "
+            f"values={self.values}, documents of {document_names})"
+        )
+
+
+def read_checkpoint(likes: Likes, path: str) -> Content:
+    """Loads a checkpoint. Returns its content, its trees by name, and its manifest."""
+    manifest = _manifest.read_manifest(path)
+    # No structure is needed for the arrays of documents: they are read by their names.
+    names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
+    trees, arrays = _read_trees(path, manifest, likes(manifest), names)
+    with _manifest.parsing(f"{path}: expected a position and documents"):
+        documents = {}
+        for name, document in manifest["documents"].items():
+            documents[name] = _manifest.decode(document, arrays)
+        position = Position(**manifest.get("position", {}))
+    return Restored(trees.get(STATE), position, manifest["values"], documents), trees, manifest
+
+
+def _read_trees(
+    directory: str,
+    manifest: Mapping[str, Any],
+    likes: dict[str, PyTree],
+    extra_arrays: Iterable[str] = (),
+) -> tuple[dict[str, PyTree], dict[str, np.ndarray]]:
+    """Reads trees into the structures of others, and arrays of other names."""
+    _leaves.require_leaves(directory, manifest, likes)
+    leaves = _leaves.named_leaves(likes)
+    uses: dict[str, Any] = dict.fromkeys(extra_arrays, lambda read: read())
+    for name, like in leaves.items():
+        uses[name] = functools.partial(_leaves.restore_leaf, _leaves.leaf_path(name), like)
+    results = read_leaves(directory, manifest, uses, _processes.main_group.require_no_failure)
+    values = list(map(results.pop, leaves))
+    return jax.tree.unflatten(jax.tree.structure(likes), values), results
+
+
+def read_unless_replaced(directory: str, read: Callable[[], _T]) -> _T:
+    """Calls a function that reads a checkpoint; again if it was replaced in the meantime."""
+    files, path = files_at(directory), os.path.join(directory, MANIFEST)
+    while True:
+        identity = files.identity(path)
+        try:
+            return read()
+        except Exception:
+            # Several processes would see the replacement at different times.
+            if _processes.is_multiprocess() or files.identity(path) == identity:
+                raise
+
+
+def verify(directory: str) -> dict[str, Any]:
+    """Reads all of a checkpoint, and returns its manifest.
+
+    The CheckpointCorruptError names damaged files and leaves.
+    """
+
+    def read() -> dict[str, Any]:
+        manifest = _manifest.read_manifest(directory)
+        leaves = dict.fromkeys(manifest["leaves"], lambda read: read() is None)
+        read_leaves(directory, manifest, leaves)
+        return manifest
+
+    return read_unless_replaced(directory, read)
+
+
+def write_checkpoint(
+    directory: str,
+    leaves: Mapping[str, Leaf],
+    entries: Mapping[str, Any],
+    group: ProcessGroup,
+    require_writer: Callable[[], object] = lambda: None,
+) -> None:
+    """Writes a checkpoint, or replaces one. All processes call it.
+
+    If it cannot be written, or the processes save different states or to different places, nothing
+    of it is left. `entries` go into the manifest. No other save uses `group` at the same time.
+    `require_writer` is called before the checkpoint appears, and its exception prevents that.
+    """
+    files, specs = files_at(directory), {name: leaf.spec for name, leaf in leaves.items()}
+    copies = [name for name, leaf in leaves.items() if leaf.is_copy]
+    lacking = [name for name, leaf in leaves.items() if not leaf.shards]
+    shared = group.call_on_first(lambda: [directory, specs, lacking, secrets.token_hex(4)])
+    first_directory, first_specs, lacking, save_id = shared
+    manifest: list[bytes] = []
+
+    def write_parts() -> Any:
+        _processes.require_same_path(directory, first_directory)
+        # Documents are those of the first process: the others may lack the arrays of a logger,
+        # which is called there alone.
+        expected = {
+            name: spec
+            for name, spec in first_specs.items()
+            if name in specs or _leaves.tree_name(name) != DOCUMENTS
+        }
+        require_no_problems(
+            directory,
+            _tree.spec_differences(expected, specs),
+            "a state of the same leaves in all processes",
+            "Nothing was saved. Create the state in the same way in every process.",
+        )
+        parts = {name: x for name, x in leaves.items() if name not in copies or name in lacking}
+        files.make_directory(directory)
+        path = os.path.join(directory, arrays_name(jax.process_index(), save_id))
+        with files.create(path) as file:
+            return write_arrays(file, parts, group.require_no_failure)
+
+    def prepare_manifest() -> None:
+        names = [arrays_name(process, save_id) for process in range(len(outcomes))]
+        is_complete = _processes.wait_until(lambda: files.has(directory, names))
+        expected = "the arrays that all processes have written"
+        advice = "Use a path that all processes see and no other program writes to."
+        got = "only some of them"
+        require(is_complete, directory, expected, got, advice, error=RuntimeError)
+        records = _leaf_records(directory, leaves, [shards for *_, shards in outcomes])
+        for process, (_, length, checksum, _) in enumerate(outcomes):
+            header = [process, 0, f"0:{length}", checksum]
+            records[f"{FILE}/{names[process]}"] = {"spec": f"uint8[{length}]", "shards": [header]}
+        size = sum(size for size, *_ in outcomes)
+        all_entries = {**entries, "save_id": save_id, "bytes": size}
+        manifest.append(_manifest.format_manifest(all_entries, records))
+        require_writer()
+
+    with errors_name_path(directory):
+        try:
+            outcomes = group.gather(write_parts, only_first=True)
+            group.call_on_first(prepare_manifest)
+        except BaseException:
+            # A full disk needs the space.
+            if _processes.is_first():
+                with contextlib.suppress(OSError, ObjectStoreError):
+                    names = files.names(directory)
+                    files.delete(directory, [x for x in names if f"-{save_id}." in x])
+            raise
+
+        def commit() -> None:
+            files.replace(os.path.join(directory, MANIFEST), manifest[0])
+            # What cannot be deleted now is left to the next writer.
+            with contextlib.suppress(OSError, ObjectStoreError):
+                delete_unneeded(directory, save_id)
+
+        # An upload that fails may have stored the manifest, which needs the arrays.
+        group.call_on_first(commit)
+
+
+def _leaf_records(
+    directory: str, leaves: Mapping[str, Leaf], shards_by_process: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the records of leaves for the manifest; ValueError if parts of them are missing."""
+    records, incomplete = dict[str, Any](), list[str]()
+    for name, leaf in leaves.items():
+        records[name] = {"spec": leaf.spec, "shards": []}
+        if leaf.stored_spec != leaf.spec:
+            records[name]["stored"] = leaf.stored_spec
+        for process, shards in enumerate(shards_by_process):
+            records[name]["shards"] += [[process, *shard] for shard in shards.get(name, [])]
+        try:
+            require_complete(records[name])
+        except ValueError as error:
+            incomplete.append(f"{_leaves.leaf_path(name)}: {error}")
+    require_no_problems(
+        directory,
+        incomplete,
+        "parts of the processes that make up each array once",
+        "Nothing was saved. Place these arrays in the same way in every process.",
+    )
+    return records
+
+
+def delete_unneeded(directory: str, save_id: str) -> None:
+    """Deletes the arrays of all saves but one, and what killed saves left."""
+    files = files_at(directory)
+    names = [name for name in files.names(directory) if is_part(name)]
+    files.delete(directory, [name for name in names if not save_id or f"-{save_id}." not in name])
+
+
+# One state in one directory.
+
+
+def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False) -> None:
+    """Saves a state to a directory, and returns when it is on disk.
+
+    The directory is a checkpoint only when it is complete, and one that is replaced stays until the
+    new one is complete: a kill leaves one of them. If `path` is a symbolic link, the directory that
+    it leads to is written.
+
+    To save a training periodically, use `Checkpointer`. If there are several processes
+    (`jax.distributed`), all of them call it, with a path that all of them can see.
+
+    Args:
+      path: A directory that is empty or does not exist yet, or a URL such as ``gs://bucket/run`` or
+        ``s3://bucket/run`` (``pip install 'functrain[remote]'``). Missing parents are created.
+      state: Any pytree of arrays (`jax.Array` of any dtype, typed keys `key[...]`, numpy arrays
+        and scalars), such as a `TrainState`. None and empty containers are structure, not leaves.
+      overwrite: True replaces what an earlier `save` wrote at `path`.
+
+    Raises:
+      FileExistsError: `path` exists, and `overwrite` is False or it holds something else.
+      TypeError: A leaf is not an array.
+      ValueError: An array was donated, or two leaves have the same path.
+      RuntimeError: An object store refused the request or could not be reached.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, tempfile
+      >>> state = {"w": jnp.arange(3.0), "rng": jax.random.key(0)}
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save(f"{directory}/checkpoint", state)
+      ...     print(load(f"{directory}/checkpoint", like=state)["w"])
+      [0. 1. 2.]
+    """
+    with _processes.main_group.raise_in_all():
+        target = resolve_path(path)
+        files = files_at(target)
+        leaves = _leaves.fetch_leaves(_leaves.named_leaves({STATE: state}))
+        files.make_directory(os.path.dirname(target))
+
+    def require_free() -> None:
+        names = files.names(target)
+        if not (all(map(is_part, names)) or (overwrite and MANIFEST in names)):
+            raise FileExistsError(
+                f"{target}: expected no such path, got {_manifest.describe_path(target)}. Choose "
+                f"another path, or {'remove it' if overwrite else 'pass overwrite=True'}."
+            )
+
+    entries = {"trees": [STATE], "run": _manifest.fingerprint(state)}
+    # Two processes that save to one path take turns; readers find a complete checkpoint anyway.
+    turn = files.taking_turns(target)
+    with turn if _processes.is_first() else contextlib.nullcontext():
+        _processes.main_group.call_on_first(require_free)
+        write_checkpoint(target, leaves, entries, _processes.main_group)
+
+
+def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
+    """Loads what `save` or a `Checkpointer` wrote, bit for bit, into the structure of `like`.
+
+    A save that was killed leaves the checkpoint before it, or none. So a script can resume a run,
+    or start it, without a look at the directory::
+
+        with contextlib.suppress(FileNotFoundError):
+            state = ft.load(path, like=state)
+
+    Args:
+      path: The directory that `save` was given, or that of one step of a `Checkpointer`.
+      like: A state of the structure, shapes and dtypes that were saved; its values are not used.
+        An abstract one takes no memory: ``jax.eval_shape(lambda: TrainState.create(...))``.
+
+    Returns:
+      The state: the treedef of `like`, arrays strongly typed, numpy where `like` is numpy. An
+      array gets the sharding of its leaf in `like`, or the default device if that leaf is abstract
+      without a sharding, or not committed to a device.
+
+    Raises:
+      FileNotFoundError: Nothing is at `path`, or only what a killed save left.
+      CheckpointMismatchError: `path` is not a checkpoint, or its leaves are not those of `like`;
+        the message names them, and nothing was loaded. It is a ValueError.
+      CheckpointCorruptError: The checkpoint is damaged: every leaf is compared with its checksum.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax, tempfile
+      >>> from functrain import TrainState
+      >>> def create():
+      ...     return TrainState.create(params={"w": jnp.ones(3)}, tx=optax.adam(1e-3))
+      >>> with tempfile.TemporaryDirectory() as directory:
+      ...     save(f"{directory}/checkpoint", create())
+      ...     state = load(f"{directory}/checkpoint", like=jax.eval_shape(create))
+      >>> print(state.step, state.params["w"])
+      0 [1. 1. 1.]
+    """
+    target = resolve_path(path)
+
+    def read() -> PyTree:
+        manifest = _manifest.read_manifest(target)
+        return _read_trees(target, manifest, {STATE: like})[0][STATE]
+
+    with _processes.main_group.raise_in_all():
+        return read_unless_replaced(target, read)

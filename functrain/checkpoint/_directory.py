@@ -1,0 +1,264 @@
+"""A directory with one checkpoint per step, such as `000000001200`."""
+
+import contextlib
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from functrain.checkpoint import _checkpoint, _processes
+from functrain.checkpoint._checkpoint import delete_unneeded, read_unless_replaced
+from functrain.checkpoint._errors import (
+    CheckpointCorruptError,
+    CheckpointMismatchError,
+    ObjectStoreError,
+)
+from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name, steps_in
+from functrain.checkpoint._manifest import read_manifest
+from functrain.common import _direction
+from functrain.common._checks import require
+from functrain.common._warnings import warn
+
+_T = TypeVar("_T")
+
+
+def steps(directory: str) -> list[int]:
+    """Returns the steps that have a checkpoint, in ascending order."""
+    return steps_in(files_at(directory).names(directory))
+
+
+def path_of(directory: str, step: int) -> str:
+    """Returns the path where the checkpoint of a step belongs."""
+    return os.path.join(directory, f"{step:012d}")
+
+
+def require_step(directory: str, step: int) -> None:
+    """Raises FileNotFoundError if a step has no checkpoint."""
+    found_steps = steps(directory)
+    expected = f"one of the steps that have a checkpoint, {found_steps}"
+    require(step in found_steps, directory, expected, step, error=FileNotFoundError)
+
+
+def visible_steps(directory: str) -> list[int]:
+    """Returns the steps that the first process sees, as soon as this one sees them as well."""
+    if not _processes.is_multiprocess():
+        return steps(directory)
+    group = _processes.main_group
+    first_steps: list[int]
+    first_directory, first_steps = group.call_on_first(lambda: [directory, steps(directory)])
+    with group.raise_in_all():
+        _processes.require_same_path(directory, first_directory)
+        is_visible = _processes.wait_until(lambda: set(first_steps) <= set(steps(directory)))
+        expected = "a directory that all processes see"
+        require(is_visible, directory, expected, "other steps than in process 0")
+    return first_steps
+
+
+def read_newest(directory: str, read: Callable[[str], _T]) -> _T:
+    """Reads the newest checkpoint that is not damaged. All processes call it, and read the same.
+
+    Args:
+      directory: The directory of a Checkpointer.
+      read: Given the path of a checkpoint, returns the result.
+
+    Raises:
+      FileNotFoundError: There is no checkpoint.
+      CheckpointCorruptError: All of them are damaged.
+      Exception: Any other error of `read`; an older checkpoint would not help.
+    """
+    reasons: list[str] = []
+    for step in reversed(visible_steps(directory)):
+        path, failure = path_of(directory, step), None
+        try:
+            result = read_unless_replaced(path, functools.partial(read, path))
+        except Exception as error:
+            failure = error
+        # A writer has removed it since the listing. Several processes would see that at different
+        # times.
+        if isinstance(failure, FileNotFoundError) and not _processes.is_multiprocess():
+            return read_newest(directory, read)
+        # All processes load the same checkpoint, or all pass over it.
+        failures = _processes.main_group.exchange_failures(failure)
+        if not failures:
+            for reason in reasons:
+                warn(f"Passed over, for step {step}: {reason}")
+            return result
+        reason = _processes.describe_failures(failures)
+        # An OtherProcessError is a consequence of the failure in another process, which has its own
+        # entry.
+        error_names = {text.partition(":")[0] for text in failures.values()}
+        error_names.discard(_processes.OtherProcessError.__name__)
+        if error_names != {CheckpointCorruptError.__name__}:
+            raise failure or _processes.OtherProcessError(reason)
+        reasons.append(reason)
+    if not reasons:
+        raise FileNotFoundError(f"{directory}: expected a checkpoint, got none. Check the path.")
+    listing = "\n".join(reasons)
+    raise CheckpointCorruptError(
+        f"{directory}: expected an intact checkpoint, but all are damaged:\n{listing}"
+    )
+
+
+def verify(directory: str, step: int | None) -> dict[int, str]:
+    """Verifies the checkpoint of a step, or all; see `Checkpointer.verify`."""
+    damage: dict[int, str] = {}
+    for n in steps(directory) if step is None else [step]:
+        path = path_of(directory, n)
+        try:
+            _checkpoint.verify(path)
+        except CheckpointCorruptError as error:
+            damage[n] = str(error)
+        except FileNotFoundError:
+            if step is not None:
+                raise
+            # The writer has removed it since the listing.
+    return damage
+
+
+# For the writer of a directory.
+
+
+def acquire(lock: Any, directory: str) -> None:
+    """Creates and locks a directory, and cleans up what killed saves left.
+
+    Raises RuntimeError if another checkpointer writes to it. Reading needs no lock.
+    """
+    if lock.is_held():
+        return
+    files_at(directory).make_directory(directory)
+    lock.acquire()
+    try:
+        clean_up(directory)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def remove(directory: str, step: int) -> None:
+    """Removes a checkpoint. A kill leaves it complete, or without its manifest."""
+    path = path_of(directory, step)
+    files_at(path).delete(path, [MANIFEST])
+    delete_unneeded(path, "")
+
+
+def remove_surplus(
+    directory: str, keep: int, best: int | None, keep_every: int | None, kept_before: int | None
+) -> None:
+    """Removes all checkpoints but the best, the newest, and multiples of `keep_every`.
+
+    The newest one of a step before `kept_before` stays as well, or that of this step.
+
+    Warns if that fails: the new checkpoint is written.
+    """
+    saved_steps, kept = steps(directory), {best}
+    if kept_before is not None:
+        # The state after that step may already be NaN: the loss of a step is that before it.
+        kept.add(max((step for step in saved_steps if step < kept_before), default=kept_before))
+    for step in saved_steps[:-keep]:
+        is_multiple = keep_every is not None and step % keep_every == 0
+        if step not in kept and not is_multiple:
+            try:
+                remove(directory, step)
+            except (OSError, ObjectStoreError) as error:
+                warn(
+                    f"{path_of(directory, step)}: expected to remove this old checkpoint, got "
+                    f"{error}. It is kept, and the next save tries again."
+                )
+
+
+def remove_later(directory: str, step: int) -> None:
+    """Removes the checkpoints of later steps."""
+    for later_step in _later_steps(directory, step):
+        remove(directory, later_step)
+
+
+def set_aside_later(directory: str, step: int) -> None:
+    """Renames the checkpoints of later steps, which are damaged."""
+    files = files_at(directory)
+    for later_step in _later_steps(directory, step):
+        new_path = os.path.join(directory, f"damaged-{later_step:012d}")
+        files.delete(new_path, list(files.names(new_path)))
+        with contextlib.suppress(OSError):
+            files.move(path_of(directory, later_step), new_path)
+
+
+def _later_steps(directory: str, step: int) -> list[int]:
+    """Returns the steps after one, the last one first: a kill while removing leaves no gap."""
+    return [x for x in reversed(steps(directory)) if x > step]
+
+
+def clean_up(directory: str) -> None:
+    """Deletes arrays of steps that no manifest names: killed saves and removals left them."""
+    files = files_at(directory)
+    names = files.names(directory)
+    save_ids: dict[str, set[str]] = {}
+    for name in names:
+        step, _, file = name.partition("/")
+        if is_step_name(step) and is_part(file):
+            save_ids.setdefault(step, set()).add(file.rpartition("-")[2].partition(".")[0])
+        elif is_step_name(name):
+            files.delete(os.path.join(directory, step), [])  # an empty folder
+    for step, ids in save_ids.items():
+        path, save_id = os.path.join(directory, step), ""
+        if f"{step}/{MANIFEST}" in names:
+            if len(ids) == 1:  # nothing was interrupted, so the manifest need not be read
+                continue
+            try:
+                save_id = read_manifest(path)["save_id"]
+            except (CheckpointCorruptError, CheckpointMismatchError):
+                continue
+        delete_unneeded(path, save_id)
+
+
+class Monitor:
+    """The values of one name in the checkpoints of a directory. None monitors nothing."""
+
+    def __init__(self, name: str | None, mode: _direction.Mode, directory: str) -> None:
+        self._name, self._directory = name, directory
+        self._sign = 1.0 if name is None else _direction.sign(name, mode)
+        self._values: dict[int, float] = {}  # by step, as far as they have been saved or read
+
+    def best(self) -> int | None:
+        """Returns the step of the best value; None if there is none."""
+        return best_step(self._saved_values(), self._sign)
+
+    def is_improved(self, values: Mapping[str, float]) -> bool:
+        """Returns True if the value is among `values`, and better than every saved one."""
+        value = values.get(self._name or "", math.nan)
+        if not math.isfinite(value):
+            return False
+        saved = self._saved_values()
+        best = best_step(saved, self._sign)
+        return best is None or self._sign * value < self._sign * saved[best]
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Stores the value of a checkpoint that has been written; NaN if it has none."""
+        if self._name is not None:
+            self._values[step] = values.get(self._name, math.nan)
+
+    def _saved_values(self) -> dict[int, float]:
+        """Returns the values by step, NaN where none was saved."""
+        if self._name is None:
+            return {}
+        values = {}
+        for step in steps(self._directory):
+            # A damaged checkpoint has no value, and so is never best.
+            with contextlib.suppress(CheckpointCorruptError, ValueError, OSError):
+                if step not in self._values:
+                    saved: Any = read_manifest(path_of(self._directory, step))["values"]
+                    # The writer's thread may have stored a newer one in the meantime.
+                    self._values.setdefault(step, saved.get(self._name, math.nan))
+                values[step] = self._values[step]
+        return values
+
+
+def best_step(values: Mapping[int, float], sign: float) -> int | None:
+    """Returns the step with the best value, the first of equal ones.
+
+    NaN and infinity are never best: such a checkpoint would stay the best one for ever.
+
+    `sign` is 1.0 if less is better, and -1.0 if more is better.
+    """
+    numbers = {step: sign * x for step, x in values.items() if math.isfinite(x)}
+    return min(sorted(numbers), key=numbers.__getitem__, default=None)

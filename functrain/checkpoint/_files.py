@@ -1,0 +1,188 @@
+"""The files of checkpoints: their names, and access to them on disk.
+
+    checkpoint.json                  the manifest: what each leaf is, and where its bytes are
+    arrays-0-5f3a91c2.safetensors    the leaves, or those parts of them that process 0 has
+
+A directory is a checkpoint if it has a manifest, which is written last, in one operation. It names
+the save whose arrays belong to it, and array files have the random id of their save in their names.
+So to replace a checkpoint is to replace its manifest, and to remove it is to remove its manifest;
+array files that no manifest needs are deleted afterwards. A kill at any moment leaves each
+checkpoint complete or absent. The same holds in an object store, see `_object_store`.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from typing import IO, TYPE_CHECKING
+
+from functrain.common import _locks
+from functrain.common._checks import require
+from functrain.common._paths import path_text
+
+if TYPE_CHECKING:
+    from functrain.checkpoint._object_store import ObjectStore
+
+MANIFEST = "checkpoint.json"
+_NEW_MANIFEST = f"{MANIFEST}.new"
+_PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}  # by protocol
+
+
+def arrays_name(process: int, save_id: str) -> str:
+    """Returns the name of the file with the arrays of a process."""
+    return f"arrays-{process:d}-{save_id}.safetensors"
+
+
+def is_part(name: str) -> bool:
+    """Returns True for a file that is nothing without a manifest."""
+    is_arrays = re.fullmatch(r"arrays-\d+-[0-9a-f]+\.safetensors", name)
+    return is_arrays is not None or name == _NEW_MANIFEST
+
+
+def is_step_name(name: str) -> bool:
+    """Returns True if a name is that of a step's checkpoint: twelve digits."""
+    return len(name) == 12 and name.isascii() and name.isdigit()
+
+
+def steps_in(names: Iterable[str]) -> list[int]:
+    """Returns the steps of the manifests among names, in ascending order."""
+    folders = (os.path.split(name) for name in names)
+    return sorted(int(x) for x, name in folders if name == MANIFEST and is_step_name(x))
+
+
+def resolve_path(path: str | os.PathLike[str], name: str = "path") -> str:
+    """Returns a URL, or an absolute path that later changes of links leave alone."""
+    advice = "The path comes first: save(path, state), load(path, like)." if name == "path" else ""
+    text = path_text(path, name, advice)
+    expected = "a path on this machine, such as 'runs/first' or '.', or a URL of gs:// or s3://"
+    if re.match(rf"({'|'.join(_PACKAGES)}):/[^/]", text):
+        require(False, name, expected, text, "pathlib removes a slash from URLs: pass a text.")
+    protocol, is_url, rest = text.partition("://")
+    advice = "Mount other storage as a folder, or copy the files."
+    require(not is_url or (protocol in _PACKAGES and rest), name, expected, text, advice)
+    return text.rstrip("/") if is_url else os.path.realpath(text)
+
+
+def files_at(path: str) -> "Disk | ObjectStore":
+    """Returns access to the files at a path that `resolve_path` returned.
+
+    Raises ImportError if the library for a URL is not installed.
+    """
+    if "://" not in path:
+        return Disk()
+    from functrain.checkpoint._object_store import ObjectStore
+
+    protocol = path.partition("://")[0]
+    return ObjectStore(protocol, _PACKAGES[protocol])
+
+
+class Disk:
+    """Files on disk. Paths are absolute."""
+
+    def names(self, directory: str) -> set[str]:
+        """Returns the names of the files in a directory, and of those in its folders of steps.
+
+        Of an empty folder it returns the name of the folder, and of a file {""}.
+        """
+        names = set[str]()
+        try:
+            entries = list(os.scandir(directory))
+        except FileNotFoundError:
+            return set()
+        except NotADirectoryError:
+            return {""} if os.path.lexists(directory) else set()
+        for entry in entries:
+            # A link may lead anywhere.
+            if is_step_name(entry.name) and entry.is_dir(follow_symlinks=False):
+                in_folder = {f"{entry.name}/{name}" for name in self.names(entry.path)}
+                names |= in_folder or {entry.name}
+            else:
+                names.add(entry.name)
+        return names
+
+    def has(self, directory: str, names: list[str]) -> bool:
+        """Returns True if a directory has all of these files."""
+        # Looked up by name, because network disks cache the listings of other hosts' files.
+        return all(os.path.lexists(os.path.join(directory, name)) for name in names)
+
+    def identity(self, path: str) -> object:
+        """Returns a value that changes when a file is removed or replaced."""
+        with contextlib.suppress(OSError):
+            status = os.stat(path)
+            # Inode numbers are reused, so the mtime is part of the identity.
+            return status.st_dev, status.st_ino, status.st_mtime_ns
+        return None
+
+    def open(self, path: str) -> io.FileIO:
+        """Opens a file for reading; raises OSError for a pipe or a link."""
+        # A link may lead to any file of the user, and a pipe would block without O_NONBLOCK.
+        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        handle = os.open(path, flags | getattr(os, "O_BINARY", 0))
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(0, "not a regular file", path)
+        return open(handle, "rb", buffering=0)
+
+    def make_directory(self, path: str) -> None:
+        """Creates a directory; raises FileExistsError for a file or a link of this name."""
+        os.makedirs(path, exist_ok=True)
+        if os.path.islink(path):
+            raise FileExistsError(f"{path}: expected a directory, got a link. Remove it.")
+
+    @contextlib.contextmanager
+    def create(self, path: str) -> Iterator[IO[bytes]]:
+        """Context manager: a new file, whose bytes are on disk at the end."""
+        with open(path, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+
+    def replace(self, path: str, content: bytes) -> None:
+        """Writes a file in one operation, after all other files of its directory are on disk."""
+        directory, new_path = os.path.dirname(path), f"{path}.new"
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(new_path)  # of a save that was killed
+        with self.create(new_path) as file:
+            file.write(content)
+        _sync_directory(directory)
+        os.replace(new_path, path)
+        _sync_directory(directory)
+        _sync_directory(os.path.dirname(directory))
+
+    def delete(self, directory: str, names: list[str]) -> None:
+        """Deletes files in this order, and then the directory if nothing else is in it."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(directory, name))
+        # NFS keeps a file that is open under another name: the next writer removes the directory.
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)
+
+    def move(self, directory: str, new_directory: str) -> None:
+        """Renames a directory."""
+        os.rename(directory, new_directory)
+
+    def taking_turns(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager: two processes that save to one path take turns."""
+        return _locks.exclusive_access(os.path.dirname(path))
+
+    def lock(self, directory: str) -> _locks.Lock:
+        """Returns the lock of the one writer of a directory."""
+        return _locks.Lock(os.path.join(directory, ".functrain-lock"))
+
+
+def _sync_directory(directory: str) -> None:
+    """Flushes the names in a directory to disk, where the system can."""
+    if hasattr(os, "O_DIRECTORY"):  # not on Windows
+        handle = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            # Some network file systems cannot flush directories.
+            if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+                raise
+        finally:
+            os.close(handle)

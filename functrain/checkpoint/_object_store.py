@@ -1,0 +1,192 @@
+"""The files of checkpoints in an object store, such as ``gs://bucket/run``, through fsspec.
+
+An object appears complete or not at all, as `Disk.replace` writes a file. There are no locks: the
+newest writer of a directory leaves a record in it, and others find it before they commit.
+"""
+
+import contextlib
+import datetime
+import errno
+import functools
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+from functrain.checkpoint._errors import ObjectStoreError
+from functrain.common._library import import_optional
+
+# Larger requests are faster, but this memory is taken beside a leaf. S3 allows 10,000 parts.
+_READ_BYTES, _WRITE_BYTES = 16 * 2**20, 64 * 2**20
+
+
+@functools.cache
+def _file_system(protocol: str, package: str, process: int) -> Any:
+    """Returns fsspec's access to a store. A forked child needs its own connections."""
+    to_install = f"paths with {protocol}:// need {package}: pip install 'functrain[remote]'"
+    fsspec = import_optional("fsspec", to_install)
+    import_optional(package, to_install)
+    # Another process may change the listings at any time. fsspec's own instances are those of
+    # one thread, and every save has its own.
+    return fsspec.filesystem(protocol, use_listings_cache=False, skip_instance_cache=True)
+
+
+@contextlib.contextmanager
+def _store_errors(path: str) -> Iterator[None]:
+    """Context manager that turns the many errors of clients into ObjectStoreErrors.
+
+    So a store that cannot be reached is not taken for a damaged checkpoint. A missing object is a
+    FileNotFoundError.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FileNotFoundError(errno.ENOENT, "no such object or bucket", path) from error
+    except Exception as error:
+        answer = str(error)[:500].rstrip(".")
+        raise ObjectStoreError(
+            f"{path}: expected an object store that grants the request, got "
+            f"{type(error).__name__}: {answer}. Check the bucket, the permissions and the network."
+        ) from error
+
+
+class _Object(contextlib.AbstractContextManager["_Object"]):
+    """An object that is open for reading or writing. Closing it completes what was written."""
+
+    def __init__(self, store: Any, path: str, mode: str, block_size: int) -> None:
+        self._path = path
+        with _store_errors(path):
+            self._file = store.open(path, mode, block_size=block_size, cache_type="readahead")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None or self._file.readable():
+            with _store_errors(self._path):
+                self._file.close()
+            return
+        # fsspec's own method would complete an object whose writer has failed.
+        with contextlib.suppress(Exception):
+            self._file.discard()
+            self._file.closed = True
+
+    def read(self, size: int = -1) -> bytes:
+        """Returns the next bytes."""
+        with _store_errors(self._path):
+            return bytes(self._file.read(size))
+
+    def write(self, data: Any) -> int:
+        """Appends bytes."""
+        with _store_errors(self._path):
+            return int(self._file.write(data))
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Moves the position of the next read, and returns it."""
+        return int(self._file.seek(offset, whence))
+
+    def tell(self) -> int:
+        """Returns the position of the next read or write."""
+        return int(self._file.tell())
+
+
+class ObjectStore:
+    """The operations of `Disk`, in an object store. Paths are URLs."""
+
+    def __init__(self, protocol: str, package: str) -> None:
+        self._protocol, self._package = protocol, package
+        _file_system(protocol, package, os.getpid())  # raises an ImportError at once
+
+    @property
+    def _store(self) -> Any:
+        return _file_system(self._protocol, self._package, os.getpid())
+
+    def names(self, directory: str) -> set[str]:
+        """Returns the names of the objects below a path; "" is the path itself."""
+        with _store_errors(directory):
+            root = self._store._strip_protocol(directory)
+            return {name.removeprefix(root).lstrip("/") for name in self._store.find(directory)}
+
+    def has(self, directory: str, names: list[str]) -> bool:
+        """Returns True if a directory has all of these objects."""
+        return self.names(directory).issuperset(names)
+
+    def identity(self, path: str) -> object:
+        """Returns a value that changes when an object is removed or replaced."""
+        with contextlib.suppress(FileNotFoundError), _store_errors(path):
+            return self._store.ukey(path)
+        return None
+
+    def open(self, path: str) -> _Object:
+        """Opens an object for reading. Requests are for ranges of it."""
+        return _Object(self._store, path, "rb", _READ_BYTES)
+
+    def make_directory(self, path: str) -> None:
+        """Does nothing, because directories are only parts of names."""
+
+    def create(self, path: str) -> _Object:
+        """Opens a new object for writing. It appears when it is closed."""
+        return _Object(self._store, path, "wb", _WRITE_BYTES)
+
+    def replace(self, path: str, content: bytes) -> None:
+        """Writes an object in one operation."""
+        with _store_errors(path):
+            self._store.pipe_file(path, content)
+
+    def delete(self, directory: str, names: list[str]) -> None:
+        """Deletes objects in this order."""
+        for name in names:
+            with contextlib.suppress(FileNotFoundError), _store_errors(directory):
+                self._store.rm_file(f"{directory}/{name}")
+
+    def move(self, directory: str, new_directory: str) -> None:
+        """Moves the objects below a path."""
+        for name in self.names(directory):
+            with _store_errors(directory):
+                self._store.mv(f"{directory}/{name}", f"{new_directory}/{name}")
+
+    def taking_turns(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that does nothing, because nothing can be locked."""
+        return contextlib.nullcontext()
+
+    def lock(self, directory: str) -> "_Owner":
+        """Returns the record of the newest writer of a directory."""
+        return _Owner(self, f"{directory}/.functrain-writer")
+
+
+class _Owner:
+    """A record of the newest writer of a directory, in place of a lock.
+
+    A lock would have to be removed by hand after each kill. A writer that begins replaces the
+    record instead, and the one before finds that out when it saves.
+    """
+
+    def __init__(self, files: ObjectStore, path: str) -> None:
+        self._files, self._path, self._record = files, path, b""
+
+    def is_held(self) -> bool:
+        """Returns True if this is the writer; raises RuntimeError if another has taken over."""
+        stored = b""
+        if self._record:
+            with contextlib.suppress(FileNotFoundError), self._files.open(self._path) as file:
+                stored = file.read()
+        if stored not in (b"", self._record):
+            writer = json.loads(stored)
+            raise RuntimeError(
+                f"{os.path.dirname(self._path)}: expected to be the only writer of this directory, "
+                f"but {writer['writer']} has taken over at {writer['since']}. Nothing was saved. "
+                "Use another directory, or end that process, call close(), and save again."
+            )
+        # A record that was deleted with the directory is written again.
+        return stored != b""
+
+    def acquire(self) -> None:
+        """Becomes the writer; raises ObjectStoreError if the store cannot be written."""
+        writer = f"process {os.getpid()} on {socket.gethostname()}"
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        entries = {"writer": writer, "since": since, "id": secrets.token_hex(8)}
+        self._record = json.dumps(entries).encode()
+        self._files.replace(self._path, self._record)
+
+    def release(self) -> None:
+        """Ends the writing. The record stays, and the next writer replaces it."""
+        self._record = b""
