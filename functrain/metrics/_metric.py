@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
-from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
 from functrain.data._batch import (
@@ -22,8 +21,7 @@ from functrain.data._batch import (
 )
 
 _MAKE = (
-    "Make one with functrain.metrics.accuracy() or another function there, with "
-    "bridge.metric(...) from a Keras metric, or with Metric(init, update, compute)."
+    "Make one with functrain.metrics.accuracy(), bridge.metric or Metric(init, update, compute)."
 )
 
 
@@ -96,10 +94,8 @@ def labels_of(batch: PyTree, aux: Any) -> PyTree:
 def require_labels(y: PyTree) -> None:
     """Raises ValueError if a metric has no labels to compare with the outputs."""
     advice = (
-        "For batches that are no tuples, name the part: "
-        "functrain.supervised(model, loss, inputs='image', labels='label'), or "
-        "functrain.metrics.accuracy(labels='label'). A loss of your own may return it: "
-        "functrain.Aux(model_state, outputs, labels=batch['label'])."
+        "Name the part of a dict batch, as in supervised(model, loss, inputs='image', "
+        "labels='label') or accuracy(labels='label'), or return functrain.Aux(labels=...)."
     )
     require(y is not None, "labels", "labels to compare with the outputs", y, advice)
 
@@ -210,8 +206,7 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
     """Returns several metrics as one, whose states and values are dicts by name.
 
     Raises:
-      TypeError: `metrics` is not a mapping, or a value in it is not a Metric, or cannot be called
-        as one.
+      TypeError: `metrics` is not a mapping, or a value in it is not a Metric.
 
     Examples:
       >>> from functrain.metrics import accuracy
@@ -226,7 +221,6 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
     for name, metric in metrics.items():
         advice = f"Call it: {_repr.name(metric)}(...)." if inspect.isfunction(metric) else _MAKE
         require_instance(f"metrics[{name!r}]", metric, Metric, "a Metric", advice)
-        _require_functions(f"metrics[{name!r}]", metric)
 
     def init() -> Any:
         return {name: metric.init() for name, metric in metrics.items()}
@@ -238,19 +232,6 @@ def collection(metrics: Mapping[str, Metric]) -> Metric:
         return {name: metric.compute(m[name]) for name, metric in metrics.items()}
 
     return Metric(init, update, compute)
-
-
-def _require_functions(name: str, metric: Metric) -> None:
-    """Raises TypeError if a function of a metric has other parameters than it is called with."""
-    checks = (
-        ("init", accepts(metric.init, 0), "init() -> m"),
-        ("update", accepts(metric.update, 4), "update(m, batch, aux, loss) -> m"),
-        ("compute", accepts(metric.compute, 1), "compute(m) -> a scalar"),
-    )
-    for field, is_accepted, expected in checks:
-        if not is_accepted:
-            got = describe_signature(getattr(metric, field))
-            raise TypeError(f"{name}.{field}: expected {expected}, got {got}.")
 
 
 def _zero() -> _Sum:

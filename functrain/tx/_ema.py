@@ -130,13 +130,11 @@ def ema_params(state: Any) -> PyTree:
     covers_all_params = len(averages) == 1 and (
         _tree.structure(averages[0].ema) == _tree.structure(state.params)
     )
-    if not covers_all_params:
-        got = "one of some params" if len(averages) == 1 else len(averages)
-        raise ValueError(
-            f"opt_state: expected one average of all params, got {got}. Create the state and its "
-            "step with tx = optax.chain(tx, functrain.tx.ema(0.999)). With param groups, put ema "
-            "after the groups."
-        )
+    advice = (
+        "Create the state and its step with tx = optax.chain(tx, functrain.tx.ema(0.999)); with "
+        "param groups, put ema after the groups."
+    )
+    require(covers_all_params, "opt_state", "one average of all params", averages, advice)
     ema, weight = averages[0]
 
     def debiased(average: jax.Array, param: jax.Array) -> jax.Array:

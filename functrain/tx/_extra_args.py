@@ -4,7 +4,6 @@ from typing import Any
 
 import optax
 
-from functrain.common._arguments import parameters
 from functrain.common._types import PyTree
 
 
@@ -20,26 +19,20 @@ def with_any_extra_args(
     def update(
         updates: PyTree, state: PyTree, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        update_parameters = parameters(tx.update)
-        takes_any_keyword = any(x.kind is x.VAR_KEYWORD for x in update_parameters.values())
-        if not takes_any_keyword:
-            for name in extra_args.keys() - update_parameters.keys():
-                del extra_args[name]
         try:
             updated: tuple[PyTree, PyTree] = tx.update(updates, state, params, **extra_args)
             return updated
         except TypeError as error:
-            # optax.chain, MultiSteps and similar wrappers take any keyword and pass all of them to
-            # the transformations inside. Of those, optax.contrib.sam takes only grad_fn, and line
-            # searches take everything except grad_fn (optax 0.2.8). The signature of the wrapper
-            # does not show that, so the name of the refused keyword is read from the error.
-            if "unexpected keyword argument" not in str(error).lower():
-                raise
-            refused = [name for name in extra_args if f"'{name}'" in str(error)]
+            # The signature does not tell what an update takes: optax.chain, MultiSteps and similar
+            # wrappers take any keyword and pass all of them to the transformations inside. Of
+            # those, optax.contrib.sam takes only grad_fn, and line searches take everything except
+            # grad_fn (optax 0.2.8). So the name of the refused keyword is read from the error.
+            message = str(error)
+            is_refusal = "unexpected keyword argument" in message.lower()
+            refused = [name for name in extra_args if is_refusal and f"'{name}'" in message]
             if not refused:
                 raise
-            for name in refused:
-                del extra_args[name]
-            return update(updates, state, params, **extra_args)
+        accepted = {name: value for name, value in extra_args.items() if name not in refused}
+        return update(updates, state, params, **accepted)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)

@@ -1,5 +1,7 @@
 """Different transformations for different params."""
 
+import functools
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -46,15 +48,13 @@ def param_groups(
     """
     group_names = _group_names(transformations)
 
-    def label_params(params: PyTree) -> PyTree:
-        def label(path: Any, _: Any) -> str:
-            return group_names[_first_match(transformations, _tree.path_str(path))]
-
-        return jax.tree_util.tree_map_with_path(label, params)
+    def label(path: Any, _: Any) -> str:
+        return group_names[_first_match(transformations, _tree.path_str(path))]
 
     # `optax.partition` would drop the keywords that an `optax.MultiSteps` takes.
     with_keywords = map(with_any_extra_args, transformations.values())
     by_name = dict(zip(group_names.values(), with_keywords, strict=True))
+    label_params = functools.partial(jax.tree_util.tree_map_with_path, label)
     partition = optax.partition(by_name, label_params)
 
     def init(params: PyTree) -> PyTree:
@@ -69,12 +69,9 @@ def _group_names(patterns: Mapping[str, Any]) -> dict[str, str]:
     # Names appear in the paths of logs, where the slashes of a pattern would add levels.
     names: dict[str, str] = {}
     for pattern in patterns:
-        name = words = "_".join(re.findall(r"\w+", pattern)) or "rest"
-        number = 1
-        while name in names.values():
-            number += 1
-            name = f"{words}_{number}"
-        names[pattern] = name
+        words = "_".join(re.findall(r"\w+", pattern)) or "rest"
+        candidates = itertools.chain([words], (f"{words}_{i}" for i in itertools.count(2)))
+        names[pattern] = next(name for name in candidates if name not in names.values())
     return names
 
 
@@ -84,7 +81,7 @@ def _first_match(patterns: Mapping[str, Any], path: str) -> str:
 
 def _require_full_partition(patterns: Mapping[str, Any], paths: list[str]) -> None:
     """Raises ValueError unless each path has a pattern, and each pattern a path."""
-    without = [f"{p}: no pattern" for p in paths if not _patterns.any_matches(patterns, p)]
+    without = [path for path in paths if not _patterns.any_matches(patterns, path)]
     # `_first_match` relies on a match for every path.
     advice = 'Add a last group "**" for all other params.'
     require_no_problems("param_groups", without, "a pattern for every param", advice)
@@ -92,5 +89,4 @@ def _require_full_partition(patterns: Mapping[str, Any], paths: list[str]) -> No
     for pattern in patterns:
         _patterns.require_match("param_groups", pattern, paths)
         expected = "a pattern with params that no earlier pattern matches"
-        advice = "Put it before the earlier patterns."
-        require(pattern in used, "param_groups", expected, pattern, advice)
+        require(pattern in used, "param_groups", expected, pattern, "Put it before them.")

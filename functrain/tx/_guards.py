@@ -155,25 +155,15 @@ def loss_scale(
     """
     largest = float(np.finfo(np.float32).max)
     are_scales = 0 < min_scale <= initial_scale <= largest and 1 < factor <= largest
-    is_valid = are_scales and growth_interval >= 1
-    arguments = {
-        "initial_scale": initial_scale,
-        "growth_interval": growth_interval,
-        "factor": factor,
-        "min_scale": min_scale,
-    }
-    expected = (
-        "0 < min_scale <= initial_scale and factor > 1, finite in float32, and growth_interval >= 1"
-    )
-    require(is_valid, "loss_scale", expected, arguments)
+    expected = "0 < min_scale <= initial_scale, factor > 1, all finite, and growth_interval >= 1"
+    got = f"{min_scale=}, {initial_scale=}, {factor=}, {growth_interval=}"
+    require(are_scales and growth_interval >= 1, "loss_scale", expected, got)
     skipping = skip_non_finite(tx)
 
     def init(params: PyTree) -> LossScaleState:
         # Their gradients are float16, too: divided by the scale, small ones would be zero again.
         half = _tree.format_leaves(params, lambda x: jnp.result_type(x) == jnp.float16)
-        advice = (
-            "Keep params in float32, and compute in float16: functrain.cast(model, jnp.float16)."
-        )
+        advice = "Keep them in float32, and compute with functrain.cast(model, jnp.float16)."
         require_no_problems("params", half, "no float16 under loss_scale", advice)
         scale = jnp.asarray(initial_scale, jnp.float32)
         logs = optax.SnapshotState({_LOSS_SCALE: scale})
@@ -228,14 +218,12 @@ def finite_and_scale(opt_state: PyTree) -> tuple[jax.Array | None, jax.Array | N
     Raises:
       ValueError: A guard wraps only a part of the optimizer.
     """
-    scale = opt_state.scale if isinstance(opt_state, LossScaleState) else None
-    skip = opt_state.skip if isinstance(opt_state, LossScaleState) else opt_state
-    inner = skip.inner if isinstance(skip, SkipState) else skip
+    is_scaled = isinstance(opt_state, LossScaleState)
+    skip = opt_state.skip if is_scaled else opt_state
+    is_skipping = isinstance(skip, SkipState)
     # A guard around a part would leave the rest of the optimizer with a step that was skipped.
-    if _tree.nodes(inner, SkipState, LossScaleState):
-        raise ValueError(
-            "tx: expected either skip_non_finite or loss_scale, around the whole optimizer "
-            "(loss_scale skips as well), got one inside another transformation. Write "
-            "functrain.tx.skip_non_finite(optax.chain(...)), also around optax.MultiSteps(...)."
-        )
-    return skip.finite if isinstance(skip, SkipState) else None, scale
+    inner = _tree.nodes(skip.inner if is_skipping else skip, SkipState, LossScaleState)
+    expected = "skip_non_finite or loss_scale, which skips as well, around the whole optimizer"
+    advice = "Write functrain.tx.skip_non_finite(optax.chain(...)), around MultiSteps as well."
+    require(not inner, "tx", expected, "one inside of another transformation", advice)
+    return skip.finite if is_skipping else None, opt_state.scale if is_scaled else None

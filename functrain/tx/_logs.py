@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
-from functrain.common._checks import require_integer
+from functrain.common._checks import require, require_integer
 from functrain.common._log_names import LastValue
 from functrain.common._types import PyTree
 
@@ -104,11 +104,8 @@ def logged(state: PyTree) -> dict[str, jax.Array]:
     scalars = _applied_rates(getattr(state, "opt_state", state))
     for node in _tree.nodes(state, optax.SnapshotState):
         for name, value in node.measurement.items():
-            if name in scalars:
-                raise ValueError(
-                    f"tx: expected a unique name for each scalar that it logs, got {name!r} twice. "
-                    f"Rename one, as in functrain.tx.log_norm('{name}_2')."
-                )
+            advice = f"Rename one, as in functrain.tx.log_norm('{name}_2')."
+            require(name not in scalars, "tx", "a unique name for each scalar", name, advice)
             # `optax.snapshot` may also measure arrays with axes, which a log cannot hold.
             if jnp.shape(value) == () and _tree.is_array(value):
                 scalars[name] = value

@@ -135,11 +135,11 @@ def test_what_cannot_be_averaged_is_refused_in_words() -> None:
     tx = ft.tx.ema(0.9)
     with pytest.raises(ValueError, match="ema: expected params"):
         tx.update(BEGIN, tx.init(BEGIN))
-    for tx, found in (
-        (optax.sgd(0.1), "got 0"),
-        (optax.chain(ft.tx.ema(0.9), ft.tx.ema(0.99)), "got 2"),
-        (optax.masked(ft.tx.ema(0.9), {"w": False}), "got one of some"),
+    for tx in (
+        optax.sgd(0.1),
+        optax.chain(ft.tx.ema(0.9), ft.tx.ema(0.99)),
+        optax.masked(ft.tx.ema(0.9), {"w": False}),
     ):
         state = ft.TrainState.create(params=BEGIN, tx=tx)
-        with pytest.raises(ValueError, match=f"one average of all params, {found}"):
-            state.replace(params=ft.tx.ema_params(state))
+        with pytest.raises(ValueError, match=r"one average of all params.*functrain\.tx\.ema"):
+            ft.tx.ema_params(state)

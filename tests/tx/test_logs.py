@@ -95,11 +95,6 @@ def test_a_python_number_may_be_a_param() -> None:
     assert logs == {"gradient_norm": 3.0, "gradient_norm/w": 3.0}
 
 
-def test_a_depth_below_one_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"depth: expected .*got 0"):
-        ft.tx.log_norm(depth=0)
-
-
 def test_what_optax_snapshots_is_logged_if_it_is_a_scalar() -> None:
     tx = optax.chain(
         optax.snapshot("largest", lambda g: jnp.max(g["w"])),
@@ -112,13 +107,8 @@ def test_what_optax_snapshots_is_logged_if_it_is_a_scalar() -> None:
 
 
 def test_one_name_for_two_numbers_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got 'gradient_norm' twice.*log_norm"):
+    with pytest.raises(ValueError, match=r"unique name for each scalar, got 'gradient_norm'"):
         logs_of(optax.chain(ft.tx.log_norm(), optax.sgd(0.1), ft.tx.log_norm()))
-
-
-def test_the_name_of_the_loss_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"names other than .*got \['loss'\]"):
-        logs_of(optax.chain(ft.tx.log_norm("loss"), optax.sgd(0.1)))
 
 
 def test_norms_can_be_logged_under_debug_nans() -> None:

@@ -110,10 +110,8 @@ def test_params_in_float16_whose_gradients_would_be_zero_are_refused() -> None:
     [
         {"initial_scale": 0.5},
         {"initial_scale": np.inf},
-        {"initial_scale": 1e39},
         {"growth_interval": 0},
         {"factor": 1.0},
-        {"factor": np.inf},
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(given) -> None:

@@ -177,14 +177,12 @@ def test_a_network_among_several_is_skipped_alone() -> None:
     "tx",
     [
         optax.chain(optax.clip(1.0), ft.tx.skip_non_finite(optax.sgd(0.1))),
-        optax.MultiSteps(ft.tx.skip_non_finite(optax.sgd(0.1)), 2),
         ft.tx.skip_non_finite(ft.tx.loss_scale(optax.sgd(0.1))),
         ft.tx.loss_scale(ft.tx.skip_non_finite(optax.sgd(0.1))),
-        optax.inject_hyperparams(lambda rate: ft.tx.skip_non_finite(optax.sgd(rate)))(rate=0.1),
     ],
 )
 def test_a_guard_around_a_part_of_the_optimizer_is_refused(tx) -> None:
-    with pytest.raises(ValueError, match=r"around the whole optimizer.*got one inside another"):
+    with pytest.raises(ValueError, match=r"around the whole optimizer, got 'one inside of another"):
         ft.train_step(LOSS_FN, tx)(begin(tx), (X[0], Y[0]))
 
 
