@@ -136,13 +136,10 @@ def _seed_from_key(layout: _variables.Layout, rng: jax.Array) -> list[tuple[Any,
 
 def require_built(model: Any) -> None:
     """Raises TypeError unless `model` is a layer, and ValueError unless it is built."""
-    advice = "For flax use functrain.from_linen or functrain.from_nnx."
-    if isinstance(model, Model):
-        advice = (
-            "A functrain.Model, frozen or not, makes its own params: params, model_state = "
-            "model.init(key, x); functrain.TrainState.create(params=params, "
-            "model_state=model_state, tx=tx)."
-        )
+    advice = (
+        "For flax use functrain.from_linen or functrain.from_nnx. Of a functrain.Model make the "
+        "state by functrain.TrainState.create, with what its init returns."
+    )
     require_instance("model", model, keras.Layer, "a keras.Model or keras.Layer", advice)
     # `built` alone proves nothing: the `build` of a subclass can set it and leave the inner layers
     # unbuilt, which might still create variables.

@@ -7,13 +7,18 @@ import flax.core
 import flax.traverse_util
 import jax
 import keras
-import optax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from bridge import keras_private
 from bridge.model import _names
 from bridge.model._names import Path
-from functrain.internal import OverwrittenByGradient, PyTree, fetch_global, require_no_problems
+from functrain.internal import (
+    OverwrittenByGradient,
+    PyTree,
+    fetch_global,
+    require,
+    require_no_problems,
+)
 from functrain.internal import tree as _tree
 
 # The key in `model_state` of the float8 scales is flax's name of their collection.
@@ -201,17 +206,11 @@ def pair(layout: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any,
     expected["model_state"] = nest(_specs(layout.model_state))
     trees = {"params": params, "model_state": model_state}
     lines = _tree.differences(expected, jax.tree.map(_spec, trees))
-    if lines and all("got bfloat16[" in line or "got float16[" in line for line in lines):
-        advice = (
-            "functrain.cast has no effect inside Keras layers. For mixed precision call "
-            "keras.config.set_dtype_policy('mixed_bfloat16') before the model is built."
-        )
-    else:
-        advice = (
-            "If the model has changed since the state was created (a layer was frozen, unfrozen, "
-            "added or quantized), create the state again: bridge.create_state(model, tx). If the "
-            "state belongs to another model, use it with that one."
-        )
+    advice = (
+        "If the model has changed since the state was created (a layer was frozen, unfrozen, added "
+        "or quantized), create the state again: bridge.create_state(model, tx). functrain.cast has "
+        "no effect inside Keras layers: use keras.config.set_dtype_policy('mixed_bfloat16')."
+    )
     require_no_problems("state", lines, "leaves like the model's current variables", advice)
     pairs = [(variable, get_at(params, path)) for path, variable in layout.params.items()]
     for path, variable in layout.model_state.items():
@@ -246,34 +245,18 @@ def select_present(variables: Mapping[Path, Any], tree: PyTree, name: str) -> di
 
     Args:
       variables: A model's variables, by path.
-      tree: Nested dicts with a leaf for each variable, in which None or `optax.MaskedNode()`
-        replaces the leaves and branches that are left out.
+      tree: Nested dicts with leaves for some of the variables.
       name: The name of the tree in messages.
 
     Raises:
-      ValueError: The tree does not match the variables; the message names the leaves that differ.
+      ValueError: The tree has leaves that are no variables; the message names them.
     """
-    masked: dict[Path, Any] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_masked):
-        if _is_masked(leaf):
-            masked[_tree.keys(path)] = leaf
-    present: dict[Path, Any] = {}
-    for path, variable in variables.items():
-        # A masked branch has a path that is the beginning of the path of a variable.
-        if not any(path[: len(branch)] == branch for branch in masked):
-            present[path] = variable
-    # The whole tree may be masked.
-    expected = masked[()] if () in masked else nest(_specs(present) | masked)
-    lines = _tree.differences(expected, jax.tree.map(_spec, tree))
+    paths = [_tree.keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    unknown = ["/".join(path) for path in paths if path not in variables]
     advice = "If layers have been frozen or unfrozen since, create the state again."
-    text = "those of the model, as bridge.create_state returns them"
-    require_no_problems(name, lines, text, advice)
-    return present
-
-
-def _is_masked(x: Any) -> bool:
-    """Returns True for a placeholder of a param that is left out: None if it is frozen."""
-    return x is None or isinstance(x, optax.MaskedNode)
+    text = "params of the model, as bridge.create_state returns them"
+    require_no_problems(name, unknown, text, advice)
+    return {path: variables[path] for path in variables if path in set(paths)}
 
 
 def assign_all(pairs: list[tuple[Any, Any]]) -> None:
@@ -295,14 +278,8 @@ def require_values(tree: PyTree) -> None:
       ValueError: A leaf was donated to a program.
     """
     for path, leaf in _tree.leaves_with_path(tree):
-        if isinstance(leaf, jax.core.Tracer):
-            raise TypeError(
-                f"{path}: expected an array with a value, got a tracer, {_tree.spec(leaf)}. "
-                "A Keras model cannot be changed inside jit, grad, vmap or scan: return the state "
-                "from there and call bridge.to_keras outside."
-            )
-        if _tree.is_deleted(leaf):
-            raise ValueError(
-                f"{path}: expected a live array, got {_tree.spec(leaf)} that was donated to "
-                "a program. Use the state that the program returned (donation)."
-            )
+        is_traced = isinstance(leaf, jax.core.Tracer)
+        advice = "Return the state from jit, grad, vmap or scan, and call bridge.to_keras outside."
+        require(not is_traced, path, "a value and no tracer", leaf, advice, error=TypeError)
+        advice = "Use the state that the program returned (donation)."
+        require(not _tree.is_deleted(leaf), path, "a live array", leaf, advice)

@@ -69,9 +69,7 @@ def optimizer(
     """
     is_optimizer = isinstance(keras_optimizer, keras.optimizers.Optimizer)
     expected = "a keras.optimizers.Optimizer, such as keras.optimizers.get('adam')"
-    is_optax = hasattr(keras_optimizer, "init")
-    advice = "It is an optax transformation already." if is_optax else ""
-    require(is_optimizer, "keras_optimizer", expected, keras_optimizer, advice, error=TypeError)
+    require(is_optimizer, "keras_optimizer", expected, keras_optimizer, error=TypeError)
     if not isinstance(inner_optimizer(keras_optimizer), OptaxOptimizer):
         # Keras's code applies the constraints itself.
         return _with_origin(Wrapped(keras_optimizer, model), keras_optimizer)

@@ -15,7 +15,6 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from functrain import WarmStart
 from functrain.internal import PyTree, open_arrays, require_instance
-from functrain.internal import tree as _tree
 
 
 def warm_start(
@@ -33,8 +32,9 @@ def warm_start(
     Works as `functrain.warm_start` does, and translates Keras's names (``layers/dense_1/vars/0``)
     to paths in the state (``params/head/kernel``). Layers are matched by their names, which Keras
     notes in the file, and layers in attributes by the attribute. Layers that Keras named itself
-    (`dense_1`) are matched in their order if the file has as many of their class. Only the weights
-    of a `.keras` file are read: no layer is built from it, and no Lambda runs.
+    (`dense_1`) are matched in their order if the file has as many of their class, and are missing
+    otherwise. Only the weights of a `.keras` file are read: no layer is built from it, and no
+    Lambda runs.
 
     Args:
       state: From `create_state`; or any state with such paths.
@@ -52,8 +52,7 @@ def warm_start(
 
     Raises:
       TypeError: `model` is not a keras.Model.
-      ValueError: `model` is not built; the names do not say which of several unnamed layers is
-        which, and they are to be taken; or any error of `functrain.warm_start`.
+      ValueError: `model` is not built; or any error of `functrain.warm_start`.
 
     Examples:
       >>> import bridge, keras, optax, tempfile
@@ -83,26 +82,7 @@ def warm_start(
             return file_name
         return state_path if rename is None else rename(state_path)
 
-    # Layers of which the file has another number than the model, so that there is no match.
-    kinds = set(map(_without_counts, stable_names.values()))
-    unmatched = state_paths.keys() - stable_names.values()
-    unclear = [state_paths[name] for name in unmatched if _without_counts(name) in kinds]
-    message = (
-        f"{path}: expected as many unnamed layers of each class as the model has, got another "
-        "number for\n{}\nName the layers in both, or leave these out with take= or skip=. "
-        "model.load_weights(file) matches layers by position."
-    )
-    try:
-        warm = functrain.warm_start(
-            state, path, take=take, skip=skip, rename=to_state_path, cast=cast
-        )
-    except ValueError as error:
-        if unclear:
-            error.add_note(message.format(_tree.bullets(unclear)))
-        raise
-    if lines := [name for name in warm.missing if name in unclear]:
-        raise ValueError(message.format(_tree.bullets(lines)))
-    return warm
+    return functrain.warm_start(state, path, take=take, skip=skip, rename=to_state_path, cast=cast)
 
 
 def _stable_names(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, str]:
@@ -141,10 +121,6 @@ def _stable_names(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, 
         return "/".join(map(own_names.get, groups, parts))
 
     return {name: stable_name(name) for name in names}
-
-
-def _without_counts(stable_name: str) -> str:
-    return re.sub(r" \d+ of \d+", "", stable_name)
 
 
 def _saved_variables(model: keras.Model) -> dict[str, str]:

@@ -194,9 +194,6 @@ def test_it_takes_a_part_of_a_model_s_params(kind):
     part = trained(optax.multi_transform({"train": tx, "freeze": optax.set_to_zero()}, labels))
     expected = {"a": whole["a"], "b": {**before["b"], "kernel": whole["b"]["kernel"]}}
     jax.tree.map(np.testing.assert_array_equal, part, {**expected, "c": before["c"]})
-    less = {**before, "b": {"kernel": before["b"]["kernel"]}}
-    with pytest.raises(ValueError, match="b/bias: missing"):
-        tx.update(less, tx.init(less), less)
 
 
 def test_an_optax_optimizer_keeps_constraints_with_its_model():
@@ -291,9 +288,9 @@ def test_arguments_that_do_not_fit_are_refused():
     for state in (optax.adam(1e-3).init(params), bridge.optimizer(K.SGD()).init(params)):
         with pytest.raises(ValueError, match=r"the state of bridge.optimizer\(Adam\) for these"):
             tx.update(params, state, params)
-    with pytest.raises(ValueError, match=r"a/kernel: missing"):
+    with pytest.raises(ValueError, match=r"params of the model.*got\n  dense/bias"):
         bridge.optimizer(K.Adam(), model=constrained()).init(params)
-    with pytest.raises(TypeError, match="optax transformation already"):
+    with pytest.raises(TypeError, match=r"expected a keras\.optimizers\.Optimizer"):
         bridge.optimizer(optax.adam(1e-3))
 
 
