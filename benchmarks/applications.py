@@ -172,7 +172,7 @@ def _fused(step: Callable[..., Any], args: tuple[Any, ...], rounds: int) -> Pair
     chunk = jax.tree.map(lambda x: jnp.stack([x] * STEPS), batch)
     args = (params, rest), chunk, np.int32(STEPS)
     plain, rewritten = (
-        ft.fuse(descent, STEPS, donate=False, rewrites=mode).program for mode in ("off", "auto")
+        ft.fuse(descent, STEPS, donate=False, rewrites=mode) for mode in ("off", "auto")
     )
     programs, compiling = _compiled(plain, rewritten, args)
     plain, rewritten, *ratios = _in_turn(programs, args, rounds)

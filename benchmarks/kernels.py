@@ -73,7 +73,7 @@ def kernels(
     """
     fused = ft.fuse(step, K, rewrites=rewrites, donate=False)
     chunk = jax.tree.map(lambda x: np.stack([np.asarray(x)] * K), batch)
-    text = fused.program.lower(state, chunk, np.int32(K)).compile().as_text()
+    text = fused.lower(state, chunk, np.int32(K)).compile().as_text()
     instructions = {
         name: (result, kind, line) for _, name, result, kind, line in _instructions(text)
     }

@@ -128,7 +128,7 @@ def _compile_without(
     # Otherwise jax would find the program with the other rules.
     jax.clear_caches()
     with mock.patch.object(_optimize, "REWRITES", tuple(kept)):
-        program = ft.fuse(step, steps, donate=False).program.lower(*args).compile()
+        program = ft.fuse(step, steps, donate=False).lower(*args).compile()
 
     def run() -> None:
         jax.block_until_ready(program(*args))

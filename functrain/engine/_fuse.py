@@ -1,6 +1,5 @@
 """The fused step: a compiled program of many steps over a chunk of batches."""
 
-import operator
 from typing import Any, Generic, NamedTuple
 
 import jax
@@ -11,11 +10,10 @@ from functrain.common._checks import is_integer, require_integer
 from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
-from functrain.engine._placement import read_pins, sharding_of_scalars
+from functrain.engine._placement import Pins, read_pins, sharding_of_scalars
 from functrain.engine._programs import (
     TRAINING,
     LoopOptions,
-    Program,
     count_on,
     prefers_static_length,
     program,
@@ -85,6 +83,11 @@ def fuse(
 class Fused(Generic[StateT]):
     """A step fused K times, as `fuse` returns it.
 
+    The program is made for the devices of its arguments: lowered for shapes on a
+    `functrain.target`, it is the one that a TPU or GPU would run. With a number of steps below K, a
+    tracer or a shape, it can take any number of steps, in a loop that is not unrolled. Lowered, it
+    has a third result if the step has no logs: a number that is ready when all of it has run.
+
     Attributes:
       step: The step that the program repeats.
       k: Steps per call.
@@ -94,7 +97,7 @@ class Fused(Generic[StateT]):
       >>> fused = fuse(lambda state, batch: (state + batch, state), 2)
       >>> fused.k
       2
-      >>> "while" in fused.program.lower(jnp.zeros(()), jnp.ones(2), 2).as_text()
+      >>> "while" in fused.lower(jnp.zeros(()), jnp.ones(2)).as_text()
       True
     """
 
@@ -104,43 +107,29 @@ class Fused(Generic[StateT]):
         self.step = step
         self.k = k
         self._unroll, self._donate, self._rewrites = unroll, donate, rewrites
-        self._programs: dict[LoopOptions, Program] = {}
 
     def __repr__(self) -> str:
         """Shows the step's name and K."""
         return f"Fused({_repr.name(self.step)}, k={self.k})"
-
-    @property
-    def program(self) -> jax.stages.Wrapped:
-        """The compiled program of K steps, for `lower` and `trace`.
-
-        ``program(state, chunk, i32[]) -> (state, logs)`` takes the given number of steps, 1 to K.
-        With a number below K, a tracer or a shape, the program can take any number of steps, in a
-        loop that is not unrolled. If the step has no logs, the lowered program has a third result,
-        a number that is ready when all of the program has run. The program is made for the devices
-        of its arguments: with shapes on a `functrain.target`, it is the one that a TPU or GPU would
-        run.
-        """
-        return FusedProgram(self)
 
     def __call__(
         self, state: StateT, chunk: PyTree, steps: int | None = None
     ) -> tuple[StateT, PyTree]:
         """Takes K steps, or the first `steps` of them; see `fuse`."""
         n = self.k if steps is None else steps
-        is_full = self._is_full(n)
+        has_mesh = jax.device_count() > 1
+        compiled = self._program(state, n, read_pins(state) if has_mesh else None)
         require_integers_fit(_Arguments(state, chunk), "fused")
-        loop = self._options(state, is_full)
         scalars: jax.sharding.Sharding | None = None
-        if jax.device_count() > 1:
+        if has_mesh:
             scalars = sharding_of_scalars(state)
-            loop = loop._replace(pins=read_pins(state))
-            if loop.donate:
+            if self._donate:
                 # On several devices jax does not raise for a buffer that is donated twice: it ends
                 # the process.
                 _require_no_aliases(state, chunk)
         try:
-            new_state, rows, _ = self._program(loop)(state, chunk, count_on(scalars, int(n)))
+            is_number = not hasattr(n, "dtype")
+            new_state, rows, _ = compiled(state, chunk, count_on(scalars, n) if is_number else n)
         except (RuntimeError, ValueError) as error:
             if "deleted" in str(error):
                 _require_live(state, error)
@@ -150,69 +139,40 @@ class Fused(Generic[StateT]):
             raise
         return new_state, rows
 
-    def _is_full(self, steps: Any) -> bool:
-        """Returns True if a number of steps is K; raises ValueError if it is no valid number."""
-        if not is_integer(steps, 1) or steps > self.k:
-            raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {steps!r}")
-        return steps == self.k
-
-    def _options(self, state: PyTree, is_full: bool) -> LoopOptions:
-        """Returns the options of the program for a state's devices, and for all K steps or any."""
-        platform = platform_of(state)
-        mode = _rewrites.resolve_mode(self._rewrites, platform)
-        # A loop of unknown length cannot be unrolled.
-        takes_all = is_full and (self._unroll > 1 or prefers_static_length(platform))
-        unroll = self._unroll if is_full else 1
-        on_chip = on_chip_bytes(state) if platform == "tpu" else 0
-        return LoopOptions(
-            self.k, mode, platform, takes_all, unroll, self._donate, on_chip_bytes=on_chip
-        )
-
-    def _program(self, loop: LoopOptions) -> Program:
-        if loop not in self._programs:
-            self._programs[loop] = program(self.step, TRAINING, loop)
-        return self._programs[loop]
-
-
-class FusedProgram:
-    """The program of a `Fused`, with the methods of a `jax.jit` object.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> program = fuse(lambda state, batch: (state + batch, state), 2).program
-      >>> print(program(jnp.zeros(()), jnp.ones(2), 2)[0])
-      2.0
-    """
-
-    def __init__(self, fused: Fused[Any]) -> None:
-        self._fused = fused
-
-    def __repr__(self) -> str:
-        return _repr.call(self, step=self._fused.step)
-
-    def __call__(self, state: PyTree, chunk: PyTree, steps: Any) -> Any:
-        """Runs the program."""
-        return self._program_for(state, steps)(state, chunk, steps)[:2]
-
-    def lower(self, state: PyTree, chunk: PyTree, steps: Any) -> jax.stages.Lowered:
+    def lower(self, state: StateT, chunk: PyTree, steps: Any = None) -> jax.stages.Lowered:
         """Lowers the program, as `jax.jit(...).lower` does."""
-        lowered: jax.stages.Lowered = self._program_for(state, steps).lower(state, chunk, steps)
+        n = self.k if steps is None else steps
+        lowered: jax.stages.Lowered = self._program(state, n, read_pins(state)).lower(
+            state, chunk, n
+        )
         return lowered
 
-    def trace(self, state: PyTree, chunk: PyTree, steps: Any) -> jax.stages.Traced:
+    def trace(self, state: StateT, chunk: PyTree, steps: Any = None) -> jax.stages.Traced:
         """Traces the program, as `jax.jit(...).trace` does."""
-        traced: jax.stages.Traced = self._program_for(state, steps).trace(state, chunk, steps)
+        n = self.k if steps is None else steps
+        traced: jax.stages.Traced = self._program(state, n, read_pins(state)).trace(state, chunk, n)
         return traced
 
-    def _program_for(self, state: PyTree, steps: Any) -> Any:
-        """Returns the program for the devices and shardings of a state, and a number of steps."""
-        try:
-            is_full = self._fused._is_full(operator.index(steps))
-        except TypeError:
-            # A tracer or a shape may stand for any number.
-            is_full = False
-        options = self._fused._options(state, is_full)
-        return self._fused._program(options._replace(pins=read_pins(state)))
+    def _program(self, state: PyTree, steps: Any, pins: Pins | None) -> Any:
+        """Returns the program for the devices of a state, and for all K steps or any number."""
+        is_number = is_integer(steps, 1) or not hasattr(steps, "dtype")
+        if is_number and not (is_integer(steps, 1) and steps <= self.k):
+            raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {steps!r}")
+        # A tracer or a shape may stand for any number.
+        is_full = is_number and steps == self.k
+        platform = platform_of(state)
+        loop = LoopOptions(
+            self.k,
+            _rewrites.resolve_mode(self._rewrites, platform),
+            platform,
+            # A loop of unknown length cannot be unrolled.
+            takes_all=is_full and (self._unroll > 1 or prefers_static_length(platform)),
+            unroll=self._unroll if is_full else 1,
+            donate=self._donate,
+            pins=pins,
+            on_chip_bytes=on_chip_bytes(state) if platform == "tpu" else 0,
+        )
+        return program(self.step, TRAINING, loop)
 
 
 class _Arguments(NamedTuple):

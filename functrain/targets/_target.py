@@ -103,7 +103,7 @@ def target(name: str | None = None) -> Target:
     The compilers of TPUs and NVIDIA GPUs run on any Linux machine, without the devices and without
     a driver. Programs of `functrain` are made for the devices on which the shapes of their
     arguments are placed, so `functrain.inspect.memory`, `functrain.inspect.cost` and
-    ``functrain.fuse(step, k).program.lower(...)`` answer for a target as if it were there.
+    ``functrain.fuse(step, k).lower(...)`` answer for a target as if it were there.
 
     Args:
       name: The target; by default the devices of this machine. Or one of:

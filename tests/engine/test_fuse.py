@@ -168,7 +168,7 @@ def test_unrolled_steps_are_the_steps() -> None:
 
 @pytest.mark.parametrize("unroll", [1, 2])
 def test_the_program_takes_the_number_of_steps_it_is_given(unroll) -> None:
-    program = ft.fuse(lambda state, batch: (state + batch, {}), 4, unroll=unroll).program
+    program = ft.fuse(lambda state, batch: (state + batch, {}), 4, unroll=unroll)
     for run in (program, jax.jit(lambda *args: program(*args))):
         for steps in (1, np.int32(3), jnp.asarray(4)):
             assert float(run(jnp.zeros(()), jnp.ones(4), steps)[0]) == steps
@@ -178,7 +178,7 @@ def test_the_program_takes_the_number_of_steps_it_is_given(unroll) -> None:
 
 def test_a_fused_step_can_be_vmapped() -> None:
     fused = ft.fuse(lambda state, batch: (state * batch, {}), 3, donate=False)
-    many, _ = jax.vmap(fused.program, in_axes=(0, None, None))(jnp.arange(4.0), jnp.full(3, 2.0), 3)
+    many, _ = jax.vmap(fused, in_axes=(0, None, None))(jnp.arange(4.0), jnp.full(3, 2.0), 3)
     np.testing.assert_array_equal(many, np.arange(4) * 8)
 
 

@@ -33,7 +33,7 @@ def lowered(state: Any, step: Any, batch: Any, platform: str, rewrites: Any = "o
     chunk = jax.tree.map(lambda x: jax.ShapeDtypeStruct((K, *x.shape), x.dtype), batch)
     by_hand = jax.jit(lambda state, chunk: jax.lax.scan(step, state, chunk), donate_argnums=0)
     with compiling_for(BACKENDS.get(platform, platform)):
-        fused = ft.fuse(step, K, rewrites=rewrites).program.trace(state, chunk, np.int32(K))
+        fused = ft.fuse(step, K, rewrites=rewrites).trace(state, chunk, np.int32(K))
         return Lowered(
             state,
             fused.lower(lowering_platforms=(platform,)),

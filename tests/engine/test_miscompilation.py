@@ -140,7 +140,7 @@ def test_the_predictions_of_a_keras_model_are_right():
 
 def test_a_program_compiled_ahead_of_time_is_right():
     fused = ft.fuse(lambda s, x: (s, (W[2] @ x.T).sum(0)), 1, donate=False)
-    for made in (fused.program.lower, lambda *args: fused.program.trace(*args).lower()):
+    for made in (fused.lower, lambda *args: fused.trace(*args).lower()):
         compiled = made(jnp.zeros(()), X[None], 1).compile()
         got = compiled(jnp.zeros(()), X[None], np.int32(1))[1]
         np.testing.assert_allclose(got[0], exact(), atol=1e-5)

@@ -65,7 +65,7 @@ def sent(form: str) -> list[Any]:
     return [
         compiled(jax.jit(by_hand, out_shardings=(*where, None)), *parts, *one),
         compiled(jax.jit(step, out_shardings=(kept, None)), state, one),
-        compiled(fused.program, state, several, np.int32(2)),
+        compiled(fused, state, several, np.int32(2)),
     ]
 
 

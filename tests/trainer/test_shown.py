@@ -176,7 +176,6 @@ def step(state, batch):
     ("thing", "shown"),
     [
         (ft.fuse(step, 8), "Fused(step, k=8)"),
-        (ft.fuse(step, 8).program, "FusedProgram(step=step)"),
         (ft.run(STATE, step, [np.ones(2)]), "Run(Position(step=0, epoch=0, batch=0))"),
         (
             ft.FitResult({"w": jnp.ones((300, 400))}, ft.History({}, {})),
