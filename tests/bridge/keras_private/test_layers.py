@@ -28,9 +28,16 @@ class Holder(keras.Model):
         return self.rest[0](self.first(x))
 
 
-def test_layers_is_what_a_layer_tracks_in_order():
+def test_a_layer_lists_what_it_holds_itself():
     model = Holder()
+    model.compile("sgd", "mse", metrics=["mae"])
+    model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
+    model.frozen.trainable = True  # the lists are those of the time of creation
+    own = keras_private.layers.own_variables(model)
+    assert [id(v) for v in own] == [id(model.free), id(model.frozen)]
     assert keras_private.layers.sublayers(model) == [model.first, model.rest[0]]
+    assert keras_private.layers.seed_generators(model) == [model.seed]
+    assert keras_private.layers.own_metrics(model) == [model.mean]
 
 
 def test_layers_of_a_functional_model_has_those_attached_as_attributes():
@@ -39,28 +46,6 @@ def test_layers_of_a_functional_model_has_those_attached_as_attributes():
     model.extra = layers.Dense(3)
     assert model.extra in keras_private.layers.sublayers(model)
     assert model.extra not in model.layers
-
-
-def test_trainable_variables_and_non_trainable_variables_are_a_layers_own():
-    model = Holder()
-    model(np.ones((1, 3)))
-    model.frozen.trainable = True  # the lists are those of the time of creation
-    assert [id(v) for v in keras_private.layers.own_variables(model)] == [
-        id(model.free),
-        id(model.frozen),
-    ]
-
-
-def test_seed_generators_is_a_layers_own():
-    model = Holder()
-    assert keras_private.layers.seed_generators(model) == [model.seed]
-
-
-def test_metrics_has_those_of_attributes_and_not_those_of_compile():
-    model = Holder()
-    model.compile("sgd", "mse", metrics=["mae"])
-    model.fit(np.ones((2, 3)), np.ones((2, 1)), verbose=0)
-    assert keras_private.layers.own_metrics(model) == [model.mean]
 
 
 def test_flatten_layers_has_each_layer_once_and_the_model_itself():

@@ -92,21 +92,12 @@ def test_no_other_file_touches_a_private_name_of_keras(keras_names: set[str]) ->
     [
         ("import keras.src.backend", "keras.src.backend"),
         ("from keras.src.losses import loss", "keras.src.losses.loss"),
-        ("from keras import src", "keras.src"),
         ("keras.src.backend.get_keras_mask(x)", "keras.src"),
-        ("name.startswith('keras.src.callbacks.')", "'keras.src.callbacks.'"),
         ("outputs._keras_mask", "outputs._keras_mask"),
         ("getattr(variable, '_value', None)", "'_value'"),
-        ("hasattr(callback, '_batches_seen_since_last_saving')", "'_batches_seen"),
         ("vars(model).update(_jax_state=None)", "_jax_state="),
-        ("vars(optimizer)['_learning_rate']", "'_learning_rate'"),
         ("class Mine(keras.Layer):\n  def f(self): return self._layers", "Mine: self._layers"),
-        ("class Mine(keras.Model):\n  def f(self): self._jax_state = 1", "Mine: self._jax_state"),
         ("class Mine(keras.Optimizer):\n  def _backend_update_step(self): pass", "Mine: def _back"),
-        (
-            "def f():\n  class Mine(Base):\n    def g(self): return self._layers",
-            "Mine: self._layers",
-        ),
     ],
 )
 def test_what_touches_one_is_found(code: str, found: str, keras_names: set[str]) -> None:
