@@ -56,7 +56,7 @@ class IteratorPosition:
         if self._methods_of_data is not None and has_state:
             self._methods_of_data.write(saved["state"])
         # Iterating a pass again that has ended would begin the next one.
-        iterator = iter(()) if self.ended else iter(self._data)
+        iterator: Iterator[Any] = iter(()) if self.ended else iter(self._data)
         self._methods = self._methods_of_data or _state_methods(iterator)
         if self._methods_of_data is None and self._methods is not None and has_state:
             self._methods.write(saved["state"])
@@ -94,7 +94,7 @@ def position(state: Any = None, batch: int = 0, ended: bool = False) -> dict[str
 def _state_methods(owner: Any) -> _StateMethods | None:
     """Returns the methods that read and set a state; None if there are none."""
     for names in _METHODS:
-        methods = [getattr(owner, name, None) for name in names]
-        if all(map(callable, methods)):
-            return _StateMethods(*methods)
+        read, write = (getattr(owner, name, None) for name in names)
+        if callable(read) and callable(write):
+            return _StateMethods(read, write)
     return None

@@ -66,14 +66,19 @@ def initialize(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = _read_environment("JAX_NUM_PROCESSES") if num_processes is None else num_processes
     number = _read_environment("JAX_PROCESS_ID") if process_id is None else process_id
-    config = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    config: dict[str, Any] = {
+        "coordinator_address": address,
+        "num_processes": count,
+        "process_id": number,
+    }
     # Otherwise JAX would listen to all addresses of the machine.
     if address is not None and address.rpartition(":")[0] in _LOOPBACK:
         more = {"coordinator_bind_address": address, **more}
     # If one of them is unknown, JAX detects it, or raises an error.
-    is_known = address is not None and count is not None and number is not None
-    timeout = more.get("initialization_timeout", 300)
-    timer = _wait_for_coordinator(address, count, number, timeout) if is_known else None
+    timer = None
+    if address is not None and count is not None and number is not None:
+        timeout = more.get("initialization_timeout", 300)
+        timer = _wait_for_coordinator(address, count, number, timeout)
     try:
         jax.distributed.initialize(**config, **more)
     except ValueError as error:

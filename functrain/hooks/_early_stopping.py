@@ -15,6 +15,12 @@ from functrain.hooks._hook import triggers_of
 from functrain.loop._events import EpochEnd, Event, RunEnd
 
 
+def require_not_negative(**numbers: Any) -> None:
+    """Raises ValueError unless all arguments are numbers of at least 0."""
+    for name, value in numbers.items():
+        require(is_number(value) and value >= 0, name, "a number, 0 or more", value)
+
+
 class EarlyStopping:
     """A hook that stops the run when a value no longer improves; it can restore the best state.
 
@@ -78,9 +84,9 @@ class EarlyStopping:
         start_from_epoch: int = 0,
         restore_best: bool = False,
     ) -> None:
-        minimums = {"patience": patience, "min_delta": min_delta}
-        for name, value in {**minimums, "start_from_epoch": start_from_epoch}.items():
-            require(is_number(value) and value >= 0, name, "a number, 0 or more", value)
+        require_not_negative(
+            patience=patience, min_delta=min_delta, start_from_epoch=start_from_epoch
+        )
         is_baseline = baseline is None or is_number(baseline)
         require(is_baseline, "baseline", "a number, or None", baseline)
         self._sign = _direction.sign(monitor, mode)
@@ -231,22 +237,12 @@ class EarlyStopping:
     def _handle_missing_value(self, event: Event) -> None:
         """Raises ValueError at the end of an epoch if no hook can still add the value."""
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        # The elapsed time is 0, so that a trigger in seconds stays pending: it may always be due
-        # later.
-        self._pending_triggers = [
-            trigger
-            for trigger in self._pending_triggers
-            if not trigger.due(event.step, epochs, 0.0)
-        ]
-        require(
-            not isinstance(event, EpochEnd) or self._pending_triggers,
-            "monitor",
-            f"one of {sorted(event.values)}",
-            self.monitor,
-            "Values of an evaluation need eval_data and eval_step, or an Evaluate hook before this "
-            "one. Decorate a function that adds the value later with its trigger: "
-            "@every(epochs=2).",
-        )
+        # No time has passed, so that a trigger in seconds stays pending: it may be due later.
+        pending = [x for x in self._pending_triggers if not x.due(event.step, epochs, 0.0)]
+        self._pending_triggers = pending
+        names = f"one of {sorted(event.values)}"
+        advice = "Put the evaluation or the hook that adds it, with its trigger, before this hook."
+        require(pending or epochs is None, "monitor", names, self.monitor, advice)
 
     def _end(self, event: RunEnd) -> None:
         if self._pending_triggers and not self._has_seen_value:

@@ -8,9 +8,8 @@ from typing import Any, Protocol, TypeAlias
 
 import jax
 
-from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _repr
-from functrain.common._arguments import accepts, describe_signature
+from functrain.common._arguments import accepts
 from functrain.common._checks import require
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger, is_trigger, without_schedule
@@ -89,41 +88,20 @@ def by_identity(
 
 def is_resumable(hook: Any) -> bool:
     """Returns True if a hook can resume in another process: it has `state` and `restore`."""
-    return all(callable(getattr(hook, name, None)) for name in ("state", "restore"))
+    return hasattr(hook, "state") and hasattr(hook, "restore")
 
 
 def _require_hook(hook: Any, name: str) -> None:
-    got, advice = "", ""
-    if isinstance(hook, type):
-        got = f"the class {hook.__name__}"
-        advice = f"Pass an object of it: {hook.__name__}(...)."
-    elif isinstance(hook, Checkpointer):
-        got, advice = "a Checkpointer", "Pass it as checkpointer=."
-    # Keras's callbacks have this method; functrain does not import Keras to check their class.
-    elif hasattr(hook, "on_epoch_end"):
-        got = f"the Keras callback {type(hook).__name__}"
-        advice = (
-            "Keras callbacks belong in bridge.fit(callbacks=...); functrain.hooks has hooks for "
-            "the same purposes."
-        )
-    elif not callable(hook):
-        got = _repr.brief(hook)
-    elif inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook):
-        got = f"{describe_signature(hook)}, whose body a call does not run"
-        advice = "Write it without async and yield."
-    elif not accepts(hook, 1):
-        got, advice = describe_signature(hook), "The event has the step, the state and the values."
-    if got:
-        raise TypeError(
-            f"{name}: expected a function of one event, or an object that is called with one, got "
-            f"{got}. {advice}".rstrip()
-        )
+    is_lazy = inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook)
+    is_function = callable(hook) and not isinstance(hook, type) and accepts(hook, 1) and not is_lazy
+    expected = "a function of one event, or an object that is called with one"
+    advice = "Pass an object and no class, a Checkpointer as checkpointer=, and callbacks of Keras "
+    advice += "to bridge.fit."
+    require(is_function, name, expected, hook, advice, error=TypeError)
     every = getattr(hook, "every", None)
-    if every is not None and not is_trigger(every):
-        raise TypeError(
-            f"{name}: expected its `every` to be a trigger, such as functrain.every(steps=100), "
-            f"got {every!r}, in {_repr.brief(hook)}"
-        )
+    is_valid = every is None or is_trigger(every)
+    expected = f"`every` of {_repr.name(hook)} to be a trigger, such as functrain.every(steps=100)"
+    require(is_valid, name, expected, every, error=TypeError)
 
 
 def _is_called_here(hook: Any) -> bool:
@@ -166,21 +144,17 @@ class HookRunner:
 
     def state(self) -> dict[str, Any]:
         """Returns the states of this process's hooks by their identities, for the checkpoint."""
-        called = {name: hook for name, hook in self.resumable().items() if _is_called_here(hook)}
-        return {name: hook.state() for name, hook in called.items()}
+        hooks = self.resumable()
+        return {name: hooks[name].state() for name in hooks if _is_called_here(hooks[name])}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned, hook by hook."""
         hooks = self.resumable()
         for name in hooks.keys() - state.keys():
-            warn(
-                f"hooks: {name} starts without a saved state: the checkpoint has "
-                f"{sorted(state) or 'no hooks'}.",
-            )
+            saved = sorted(state) or "no hooks"
+            warn(f"hooks: {name} starts without a saved state: the checkpoint has {saved}.")
         for name in state.keys() - hooks.keys():
-            warn(
-                f"hooks: the checkpoint has {name}, which is not among the hooks of this run.",
-            )
+            warn(f"hooks: the checkpoint has {name}, which is not among the hooks of this run.")
         for name in hooks.keys() & state.keys():
             # A logger truncates its file, which is one file for all processes.
             if _is_called_here(hooks[name]):
@@ -212,14 +186,14 @@ class HookRunner:
             # The stack closes the last one first, and hooks are closed in their order. All are
             # registered before the first begins, so that an error in `begin` closes them too.
             for hook in reversed(hooks):
-                if getattr(hook, "close", None) is not None:
+                if hasattr(hook, "close"):
                     closing.callback(hook.close)
             for hook in hooks:
                 # `EarlyStopping` has this method: its value may come from a hook before it.
-                if getattr(hook, "set_earlier_hooks", None) is not None:
+                if hasattr(hook, "set_earlier_hooks"):
                     i = [without_schedule(x) for x in self._called_hooks].index(hook)
                     hook.set_earlier_hooks(self._called_hooks[:i])
-                if getattr(hook, "begin", None) is not None:
+                if hasattr(hook, "begin"):
                     hook.begin()
             yield
 

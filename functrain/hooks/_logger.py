@@ -1,6 +1,7 @@
 """The base class of loggers, which write lines in order without waiting for the device."""
 
 import contextlib
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -116,6 +117,16 @@ class Logger:
                     f"{self!r} could not write: {type(error).__name__}: {error}. The training "
                     "continues; lines of this log are missing from here on.",
                 )
+
+    def _is_removed(self, path: pathlib.Path) -> bool:
+        """Returns True, with a warning, if the file of this log is not there any more."""
+        if path.exists():
+            return False
+        warn(
+            f"{path}: expected the file of this log, but it was removed during the run. Its lines "
+            "so far are missing; later ones go into a new file."
+        )
+        return True
 
     def begin(self) -> None:
         """Opens the log; an error here ends the run before its first step."""

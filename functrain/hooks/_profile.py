@@ -39,14 +39,13 @@ class Profile:
         require_integer("steps", steps)
         # The process may change its working directory during the run.
         self.directory = absolute_path(directory, "directory")
-        self._given_directory = os.fspath(directory)
         self.start, self.steps = start, steps
         # A trigger also ends the chunk at its steps, so that no program is traced in part.
         self.every = at(start, start + steps)
         self._is_tracing = False
 
     def __repr__(self) -> str:
-        return _repr.call(self, directory=self._given_directory, start=self.start, steps=self.steps)
+        return _repr.call(self, directory=str(self.directory), start=self.start, steps=self.steps)
 
     def begin(self) -> None:
         """Creates the directory: an unsuitable path fails before the first step."""

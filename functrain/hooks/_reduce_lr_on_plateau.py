@@ -9,7 +9,7 @@ import numpy as np
 from functrain.common import _direction, _repr, _tree
 from functrain.common._checks import is_number, require
 from functrain.common._types import PyTree
-from functrain.hooks._early_stopping import EarlyStopping
+from functrain.hooks._early_stopping import EarlyStopping, require_not_negative
 from functrain.loop._events import Event
 
 
@@ -73,8 +73,7 @@ class ReduceLROnPlateau(EarlyStopping):
     ) -> None:
         is_factor = is_number(factor) and 0 < factor < 1
         require(is_factor, "factor", "a number above 0 and below 1", factor)
-        for name, value in {"cooldown": cooldown, "min_lr": min_lr}.items():
-            require(is_number(value) and value >= 0, name, "a number, 0 or more", value)
+        require_not_negative(cooldown=cooldown, min_lr=min_lr)
         self.factor = factor
         self.cooldown = cooldown
         self.min_lr = min_lr
@@ -99,13 +98,9 @@ class ReduceLROnPlateau(EarlyStopping):
     @staticmethod
     def require_rates(state: PyTree) -> None:
         """Raises ValueError unless a state has a learning rate that can be set."""
-        if not _rate_paths(state):
-            raise ValueError(
-                "ReduceLROnPlateau: expected a state with a learning rate that is injected as a "
-                "number, got none. Create the optimizer as "
-                "optax.inject_hyperparams(optax.adam)(learning_rate=1e-3), with a number and not a "
-                "schedule."
-            )
+        expected = "a state with a learning rate that is injected as a number"
+        advice = "Create the optimizer as optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
+        require(_rate_paths(state), "ReduceLROnPlateau", expected, "none", advice)
 
     def _compare(self, event: Event, value: Any) -> None:
         require(is_number(value), self.monitor, "a number", value, error=TypeError)
@@ -144,12 +139,12 @@ class ReduceLROnPlateau(EarlyStopping):
 
 def _rate_paths(state: PyTree) -> list[str]:
     """Returns the paths of the learning rates in a state that can be set."""
-    paths = list(dict(_tree.leaves_with_path(state)))
-    endings = ("hyperparams/learning_rate", "scalars/learning_rate")
+    paths = [path for path, _ in _tree.leaves_with_path(state)]
+    rates = [x for x in paths if x.endswith(("hyperparams/learning_rate", "scalars/learning_rate"))]
     # `optax.inject_hyperparams` keeps the state of a schedule beside the rate that it sets.
-    schedules = {path.rpartition("hyperparams_states/learning_rate")[0] for path in paths}
-    return [
-        path
+    schedules = tuple(
+        path.rpartition("hyperparams_states/learning_rate")[0] + "hyperparams/"
         for path in paths
-        if path.endswith(endings) and path.removesuffix(endings[0]) not in schedules - {""}
-    ]
+        if "hyperparams_states/learning_rate" in path
+    )
+    return [path for path in rates if not path.startswith(schedules)]

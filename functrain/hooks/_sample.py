@@ -100,13 +100,12 @@ def _to_sample(x: Any, name: str) -> np.ndarray | str:
         picture = picture[..., None]
     has_shape = picture.ndim in (3, 4) and picture.shape[-1] in (1, 3, 4) and picture.size > 0
     # Other integers have no known range: clipped to 1, pictures from 0 to 255 would be white.
-    is_uint8_or_bool = picture.dtype in (np.uint8, np.bool_)
-    if not (has_shape and (is_uint8_or_bool or jnp.issubdtype(picture.dtype, jnp.floating))):
-        raise TypeError(
-            "make: expected a picture [H, W] or [H, W, C], several [N, H, W, C], with C of 1, 3 "
-            "or 4, of uint8, bool or floats from 0 to 1, a matplotlib Figure, or a text, got "
-            f"{_tree.spec(x)} for {name!r}."
-        )
+    has_dtype = picture.dtype in (np.uint8, np.bool_) or jnp.issubdtype(picture.dtype, jnp.floating)
+    expected = (
+        f"a text, a matplotlib Figure, or pictures [(N,) H, W(, C)] for {name!r}, C of 1, 3 or 4, "
+        "of uint8, bool, or floats from 0 to 1"
+    )
+    require(has_shape and has_dtype, "make", expected, x, error=TypeError)
     # Generated pictures may leave the range, and NaN cannot be converted to bytes.
     if picture.dtype != np.uint8:
         picture = (np.clip(np.nan_to_num(picture), 0.0, 1.0) * 255).round().astype(np.uint8)

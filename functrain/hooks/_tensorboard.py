@@ -7,7 +7,6 @@ from typing import Any
 
 from functrain.common._library import import_optional
 from functrain.common._paths import absolute_path
-from functrain.common._warnings import warn
 from functrain.hooks._logger import Line, Logger
 
 
@@ -69,7 +68,8 @@ class TensorBoard(Logger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one event for each line."""
-        self._notice_removal()
+        if self._writer is not None and self._is_removed(self._path):
+            self._close()
         earlier_lines = [x for x in self._last_lines if x.step == lines[0].step]
         if self._writer is None:
             self._open(lines[0].step)
@@ -87,37 +87,22 @@ class TensorBoard(Logger):
         # files in the order of their names. The time in a name has whole seconds only, and the
         # suffix orders files of the same second.
         suffix = f".{time.time_ns()}"
-        self._writer = self._tensorboardx.event_file_writer.EventsWriter(
-            str(self.directory / "events"), suffix
-        )
+        writer = self._tensorboardx.event_file_writer.EventsWriter
+        self._writer = writer(str(self.directory / "events"), suffix)
         self._path = next(self.directory.glob(f"events.*{suffix}"))
         # A session start makes readers drop the events that they have read from this step on.
         session_log = self._tensorboardx.proto.event_pb2.SessionLog
         self._event(first_step, session_log=session_log(status=session_log.START))
 
-    def _notice_removal(self) -> None:
-        """Closes the file with a warning if it was removed: the next line opens another one."""
-        if self._writer is None or self._path.exists():
-            return
-        self._writer.close()
-        self._writer = None
-        warn(
-            f"{self._path}: expected the file of this log, but it was removed during the run. Its "
-            "values so far are missing; later ones go into a new file."
-        )
-
     def _event(self, step: int, **content: Any) -> None:
-        event = self._tensorboardx.proto.event_pb2.Event(
-            wall_time=time.time(), step=step, **content
-        )
-        self._writer.write_event(event)
+        event = self._tensorboardx.proto.event_pb2.Event
+        self._writer.write_event(event(wall_time=time.time(), step=step, **content))
 
     def _summary(self, line: Line) -> Any:
         module = self._tensorboardx.summary
         value = module.Summary.Value
-        summary = module.Summary(
-            value=[value(tag=name, simple_value=x) for name, x in line.values.items()]
-        )
+        values = [value(tag=name, simple_value=x) for name, x in line.values.items()]
+        summary = module.Summary(value=values)
         for name, sample in line.samples.items():
             if isinstance(sample, str):
                 summary.MergeFrom(module.text(name, sample))
@@ -138,7 +123,12 @@ class TensorBoard(Logger):
 
     def end(self) -> None:
         """Closes the file."""
-        self._notice_removal()
-        writer, self._writer, self._last_lines = self._writer, None, []
+        if self._writer is not None:
+            self._is_removed(self._path)
+        self._last_lines = []
+        self._close()
+
+    def _close(self) -> None:
+        writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()

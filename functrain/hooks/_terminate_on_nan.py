@@ -65,9 +65,8 @@ class TerminateOnNaN:
     def logs(self, event: ChunkEnd, /) -> None:
         """Checks the steps of a chunk."""
         logs = event.host_logs()
-        has_value, names = self.monitor in logs, f"one of {sorted(logs)}"
-        advice = "Only values that every step logs are checked."
-        require(has_value, "monitor", names, self.monitor, advice)
+        names = f"one of {sorted(logs)}, the values that every step logs"
+        require(self.monitor in logs, "monitor", names, self.monitor)
         finite = np.isfinite(logs[self.monitor].astype(np.float64))
         # In a population, one finite member is enough.
         finite = np.any(finite.reshape(event.steps, -1), axis=1)
@@ -88,12 +87,10 @@ class TerminateOnNaN:
         if isinstance(event, RunEnd):
             steps = f"{self.after} steps up to" if self.after > 1 else "step"
             warn(
-                f"TerminateOnNaN: {self.monitor!r} was not finite in {steps} {self.step}. The run "
-                f"ended after step {event.step}, since logs arrive one program late. A "
-                "Checkpointer keeps its last checkpoint from before, to which rollback(step) "
-                "returns. "
-                "functrain.inspect.explain_nan(state, step, batch) names the operation that made "
-                "it; functrain.fit(..., steps=) from that checkpoint computes the state before it.",
+                f"TerminateOnNaN: {self.monitor!r} was not finite in {steps} {self.step}; the run "
+                f"ended after step {event.step}. Checkpointer.rollback(step) returns to the last "
+                "checkpoint from before, and functrain.inspect.explain_nan(state, step, batch) "
+                "names the operation that made it."
             )
 
     def state(self) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import io
-import itertools
 import json
 import math
 import os
@@ -46,7 +45,7 @@ class TextLogger(Logger):
         # True if lines that are in the file already stay when it is opened.
         self._keeps_lines = append
         self._file: io.FileIO | None = None
-        self._has_warned_of_names = False
+        self._line_count = 0  # while the file is open
 
     def begin(self) -> None:
         """Creates the file, so that a path that cannot be written fails before the first step.
@@ -54,32 +53,30 @@ class TextLogger(Logger):
         Raises:
           OSError: The file cannot be written.
         """
-        if self._is_stream:
-            return  # the reader of a pipe takes it for the end when the file is closed
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.open("a").close()
-        except OSError as error:
-            # The same class, such as PermissionError, with the advice in its message.
-            raise type(error)(
-                f"path: expected a file that can be written, got {self.path}: {error}. Choose "
-                "another path. No step was taken."
-            ) from error
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.open("ab").close()
 
-    @property
-    def _is_stream(self) -> bool:
-        """True for a pipe or a device, such as /dev/null: what was written cannot be changed."""
-        return self.path.exists() and not (self.path.is_file() or self.path.is_dir())
+    def _kept_lines(self) -> list[str]:
+        """Returns the lines that stay in the file."""
+        if not (self._keeps_lines and self.path.exists()):
+            return []
+        return self.path.read_text(encoding="utf-8").splitlines(keepends=True)
 
-    def _add(self, text: str) -> None:
-        """Appends text to the file; if that fails, as on a full disk, the file stays as it was."""
+    def _open(self) -> None:
+        """Opens the file, unless it is open; notices if it was removed."""
+        if self._file is not None and self._is_removed(self.path):
+            self._close()
         if self._file is None:
             self.begin()
+            self._line_count = len(self._kept_lines())
             # Without a buffer, the file can be read during the run, a killed process loses nothing,
             # and no text is written after its write has failed.
-            self._file = self.path.open("ab", buffering=0)
-            if not (self._keeps_lines or self._is_stream):
-                self._file.truncate(0)
+            self._file = self.path.open("ab" if self._keeps_lines else "wb", buffering=0)
+            self._keeps_lines = True
+
+    def _add(self, text: str) -> None:
+        """Appends lines to the open file; if that fails, the file stays as it was."""
+        assert self._file is not None
         size, rest = os.fstat(self._file.fileno()).st_size, text.encode()
         try:
             while rest:
@@ -88,73 +85,49 @@ class TextLogger(Logger):
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
             raise
+        self._line_count += text.count("\n")
 
-    def _fields(self, position: dict[str, int], values: dict[str, Any]) -> dict[str, Any]:
-        """Returns the position and the values of a line, without values named like the position."""
-        hidden = sorted(position.keys() & values.keys())
-        if hidden and not self._has_warned_of_names:
-            self._has_warned_of_names = True
-            warn(
-                f"{self!r}: expected values with other names than those of the position, 'step' "
-                f"and 'epoch', got {hidden}. They are not written: rename them.",
-            )
-        return {**position, **values, **position}
+    def _replace(self, lines: Iterable[str]) -> None:
+        """Replaces the lines of the file at once: all stay if the process is killed meanwhile."""
+        # Windows replaces no open file.
+        self._close()
+        new_path = self.path.with_name(f".{self.path.name}.new")
+        try:
+            new_path.write_text("".join(lines), encoding="utf-8")
+            os.replace(new_path, self.path)
+        finally:
+            new_path.unlink(missing_ok=True)
 
-    def _notice_removal(self) -> bool:
-        """Closes the file with a warning if it was removed or replaced; returns True then."""
-        if self._file is None or self._is_stream:
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
-                return False
-        self._close(keeps_lines=True)
-        warn(
-            f"{self.path}: expected the file of this log, but it was removed or replaced during "
-            "the run. Its lines so far are missing; later ones go into a new file."
-        )
-        return True
-
-    def _close(self, keeps_lines: bool) -> None:
+    def _close(self) -> None:
         # First, so that a file that cannot be closed is not written again.
-        file, self._file, self._keeps_lines = self._file, None, keeps_lines
+        file, self._file = self._file, None
         if file is not None:
             file.close()
 
-    def _kept_bytes(self) -> int:
-        """Returns the size of the part of the file that stays when the next line is written."""
-        is_kept = self._keeps_lines or self._file is not None
-        return self.path.stat().st_size if is_kept and self.path.exists() else 0
-
     def state(self) -> dict[str, Any]:
-        """Returns the size of the file, for the checkpoint."""
-        return {"bytes": self._kept_bytes()}
+        """Returns the number of lines in the file, for the checkpoint."""
+        return {"lines": len(self._kept_lines()) if self._file is None else self._line_count}
 
     def restore(self, state: dict[str, Any], /) -> None:
-        """Truncates lines that were written after the checkpoint: the run writes them again."""
-        if self._is_stream:
-            return
-        saved_size = state["bytes"]
-        # If the file was empty at the checkpoint, all of its lines were written after it.
-        self._keeps_lines = bool(saved_size)
-        size = self._kept_bytes()
-        # A file that is as it was is not opened: the result of a finished run may be read where
-        # nothing can be written.
-        if self._is_complete(saved_size, size, "bytes") and 0 < saved_size < size:
-            os.truncate(self.path, saved_size)
-
-    def _is_complete(self, saved_count: int, count: int, unit: str) -> bool:
-        """Returns True if the file is at least as long as at the checkpoint; warns otherwise."""
-        if count < saved_count:
+        """Drops the lines that were written after the checkpoint: the run writes them again."""
+        count = state["lines"]
+        self._keeps_lines = True
+        lines = self._kept_lines()
+        if len(lines) < count:
             warn(
-                f"{self.path}: expected the {saved_count} {unit} it had at the checkpoint, got "
-                f"{count}. Lines are missing.",
+                f"{self.path}: expected the {count} lines it had at the checkpoint, got "
+                f"{len(lines)}. Lines are missing.",
             )
-        return count >= saved_count
+        # A file that is as it was is not opened: it may lie where nothing can be written.
+        elif len(lines) > count:
+            self._replace(lines[:count])
 
     def end(self) -> None:
         """Closes the file; the next run replaces it, unless the logger appends."""
-        self._notice_removal()
-        self._close(keeps_lines=self.append)
+        if self._file is not None:
+            self._is_removed(self.path)
+        self._close()
+        self._keeps_lines = self.append
 
 
 class JSONLines(TextLogger):
@@ -199,14 +172,8 @@ class JSONLines(TextLogger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one JSON object for each line."""
-        self._notice_removal()
-        self._add("".join(f"{self._json(line)}\n" for line in lines))
-
-    def _json(self, line: Line) -> str:
-        texts = {name: x for name, x in line.samples.items() if isinstance(x, str)}
-        numbers = {name: x if math.isfinite(x) else None for name, x in line.values.items()}
-        position = {"step": line.step, "epoch": line.epoch}
-        return json.dumps(self._fields(position, {**numbers, **texts}))
+        self._open()
+        self._add("".join(f"{_json(line)}\n" for line in lines))
 
 
 class CSVLogger(TextLogger):
@@ -256,85 +223,51 @@ class CSVLogger(TextLogger):
     ) -> None:
         self.every = as_trigger(every, Every(epochs=1))
         super().__init__(path, append, steps=None, repr_fields={"every": self.every})
-        # Empty before the first row is written or read.
         self._columns: list[str] = []
-        # The number of rows in the file, without the header.
-        self._row_count = 0
-
-    def begin(self) -> None:
-        """Creates the file; if lines of an existing file stay, reads its columns."""
-        super().begin()
-        if not self._columns and self._kept_bytes():
-            self._columns, self._row_count = self._read()
-
-    def _read(self) -> tuple[list[str], int]:
-        """Returns the columns and the number of rows of the file."""
-        with self.path.open(newline="", encoding="utf-8") as file:
-            rows = csv.reader(file)
-            return next(rows, []), len(list(rows))
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one row for each line."""
-        if self._notice_removal():
-            self._columns, self._row_count = [], 0
-        if self._file is None:
-            self.begin()
         for line in lines:
-            row = self._fields({"epoch": line.epoch, "step": line.step}, line.values)
-            if not row.keys() <= set(self._columns):
-                # A dict keeps the order of the columns and drops duplicates.
-                self._set_columns(list(dict.fromkeys([*self._columns, *row])))
-            self._add(_csv([row.get(name, "") for name in self._columns]))
-            self._row_count += 1
+            self._open()
+            position = {"epoch": line.epoch, "step": line.step}
+            row = {**position, **line.values, **position}
+            # A dict keeps the order of the columns and drops duplicates.
+            columns = list(dict.fromkeys([*self._columns, *row]))
+            if columns != self._columns:
+                self._set_columns(columns)
+                self._open()
+            self._add(_csv([row.get(name, "") for name in columns]))
+
+    def _open(self) -> None:
+        was_closed = self._file is None
+        super()._open()
+        if was_closed or not self._line_count:
+            self._columns = _header(self._kept_lines())
 
     def _set_columns(self, columns: list[str]) -> None:
-        """Writes a new header; keeps the first `_row_count` rows, with empty new cells."""
-        if self._is_stream or not self._row_count:
-            if not self._is_stream:
-                self._close(keeps_lines=False)
-            self._add(_csv(columns))
-        else:
-            # Replacing the file at once keeps all rows if the process is killed meanwhile.
-            new_path = self.path.with_name(f".{self.path.name}.new")
-            try:
-                with (
-                    self.path.open(newline="", encoding="utf-8") as file,
-                    new_path.open("w", newline="", encoding="utf-8") as new,
-                ):
-                    new.write(_csv(columns))
-                    for cells in itertools.islice(csv.reader(file), 1, 1 + self._row_count):
-                        # New columns come last, and columns that a restored run drops are last too.
-                        cells += [""] * (len(columns) - len(cells))
-                        new.write(_csv(cells[: len(columns)]))
-                # The open file is the one to be replaced, which Windows refuses for open files.
-                self._close(keeps_lines=True)
-                os.replace(new_path, self.path)
-            finally:
-                new_path.unlink(missing_ok=True)
-        self._columns = columns
+        """Rewrites the file with other columns; new ones come last, and the last are dropped."""
+        rows = [columns, *list(csv.reader(self._kept_lines()))[1:]]
+        count = len(columns)
+        self._replace([_csv([*row, *[""] * count][:count]) for row in rows])
 
     def state(self) -> dict[str, Any]:
-        """Returns the columns and the number of rows, for the checkpoint."""
-        return {"columns": self._columns, "rows": self._row_count}
+        """Returns the number of lines and the columns, for the checkpoint."""
+        columns = _header(self._kept_lines()) if self._file is None else self._columns
+        return {**super().state(), "columns": columns}
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Drops rows and columns that were added after the checkpoint: the run adds them again."""
-        if self._is_stream:
-            return
-        saved_count = state["rows"]
-        self._keeps_lines = bool(saved_count)
-        columns, count = self._read() if self.path.exists() else ([], 0)
-        if self._is_complete(saved_count, count, "rows") and saved_count:
-            self._row_count = saved_count
-            if (columns, count) == (state["columns"], saved_count):
-                self._columns = columns
-            else:
-                self._set_columns(state["columns"])
+        super().restore(state)
+        if _header(self._kept_lines()) != state["columns"] and state["columns"]:
+            self._set_columns(state["columns"])
 
-    def end(self) -> None:
-        """Closes the file."""
-        super().end()
-        self._columns, self._row_count = [], 0
+
+def _json(line: Line) -> str:
+    """Returns a line as a JSON object, with null for numbers that JSON cannot represent."""
+    texts = {name: x for name, x in line.samples.items() if isinstance(x, str)}
+    numbers = {name: x if math.isfinite(x) else None for name, x in line.values.items()}
+    position = {"step": line.step, "epoch": line.epoch}
+    return json.dumps({**position, **numbers, **texts, **position})
 
 
 def _csv(cells: Iterable[Any]) -> str:
@@ -342,3 +275,7 @@ def _csv(cells: Iterable[Any]) -> str:
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(cells)
     return line.getvalue()
+
+
+def _header(lines: list[str]) -> list[str]:
+    return next(csv.reader(lines[:1]), [])

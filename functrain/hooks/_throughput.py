@@ -71,27 +71,22 @@ class Throughput:
         is_valid = flops_per_step is None or is_positive(flops_per_step)
         require(is_valid, "flops_per_step", "a positive number", flops_per_step)
         self._clock: Callable[[], float] = time.perf_counter
+        self._since: float | None = None
         self.begin()
 
     def __repr__(self) -> str:
-        return _repr.call(
-            self,
-            every=self.every,
-            tokens_per_example=self.tokens_per_example,
-            flops_per_step=self.flops_per_step,
-        )
+        return _repr.call(self, every=self.every)
 
     def begin(self) -> None:
         """Forgets an earlier run."""
         # The time at which the last counted step had ended, and that from which steps count.
-        self._latest = self._since = float("nan")
+        self._latest, self._since = 0.0, None
         self._steps = self._examples = 0
 
     def logs(self, event: ChunkEnd, /) -> None:
         """Counts the steps of a chunk, which have ended."""
-        is_first = self._since != self._since
         self._latest = self._clock()
-        if is_first:
+        if self._since is None:
             self._since = self._latest
         else:
             self._steps += event.steps
@@ -100,7 +95,7 @@ class Throughput:
     def __call__(self, event: Event, /) -> None:
         """Adds the values."""
         event.values.update(_memory())
-        if self._steps == 0:
+        if self._steps == 0 or self._since is None:
             return
         seconds = self._latest - self._since
         rates = {"steps": self._steps / seconds, "examples": self._examples / seconds}

@@ -36,10 +36,7 @@ class WandB(Logger):
     """
 
     def __init__(self, *, every: int = 100, **init: Any) -> None:
-        settings: dict[str, Any] = {
-            name: init[name] for name in ("project", "name") if name in init
-        }
-        super().__init__(every, repr_fields={**settings, "every": every})
+        super().__init__(every, repr_fields={"every": every})
         self.init = init
         self._wandb = import_optional(
             "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"

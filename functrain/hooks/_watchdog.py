@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from typing import IO
+from typing import IO, Any
 
 from functrain.common import _repr
 from functrain.common._checks import is_positive, require
@@ -52,7 +52,8 @@ class Watchdog:
         self._start_time = time.monotonic()
         # A thread of C prints, so that Python code that holds the interpreter cannot delay it. A
         # notebook replaces sys.stderr by an object without a descriptor.
-        faulthandler.dump_traceback_later(self.seconds, file=self._file or sys.__stderr__)
+        file: Any = self._file or sys.__stderr__
+        faulthandler.dump_traceback_later(self.seconds, file=file)
         if self.exits:
             self._timer = threading.Timer(2 * self.seconds, self._exit)
             self._timer.name, self._timer.daemon = "functrain-watchdog", True

@@ -1,7 +1,6 @@
 import csv
 import os
 import resource
-from concurrent import futures
 
 import jax.numpy as jnp
 import numpy as np
@@ -123,14 +122,3 @@ def test_a_csv_of_steps_does_not_wait_for_the_device_and_has_its_row_when_the_lo
     log.logs(event)
     assert (tmp_path / "log.csv").read_text().splitlines()[1:] == ["0,2,0.25,1.0"]
     log.close()
-
-
-@pytest.mark.parametrize("logger", [ft.hooks.CSVLogger, ft.hooks.JSONLines])
-def test_a_log_may_be_a_pipe(logger, tmp_path) -> None:
-    path = tmp_path / "pipe"
-    os.mkfifo(path)
-    with futures.ThreadPoolExecutor() as pool:
-        read = pool.submit(path.read_text)
-        fit(logger(path), epochs=2)
-    fit(logger(tmp_path / "file"), epochs=2)
-    assert read.result() == (tmp_path / "file").read_text()

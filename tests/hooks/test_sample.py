@@ -83,5 +83,5 @@ def test_a_figure_of_matplotlib_is_a_picture() -> None:
     ids=str,
 )
 def test_what_is_no_picture_is_refused_by_name(wrong) -> None:
-    with pytest.raises(TypeError, match=r"make: expected a picture \[H, W\].*'sample'"):
+    with pytest.raises(TypeError, match=r"make: expected a text, .* for 'sample'"):
         made(wrong)

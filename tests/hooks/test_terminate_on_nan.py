@@ -35,13 +35,8 @@ def train(bad, folder=None, last=None, fuse=4, value=np.nan, **how):
 def test_a_run_ends_in_the_program_after_the_one_whose_loss_was_not_finite() -> None:
     state, found, said = train([6], fuse=4)
     assert (state, found) == (12, 6)
-    assert said == [
-        "TerminateOnNaN: 'loss' was not finite in step 6. The run ended after step 12, since "
-        "logs arrive one program late. A Checkpointer keeps its last checkpoint from before, to "
-        "which rollback(step) returns. functrain.inspect.explain_nan(state, step, batch) names "
-        "the operation that made it; functrain.fit(..., steps=) from that checkpoint computes the "
-        "state before it."
-    ]
+    (text,) = said
+    assert "'loss' was not finite in step 6; the run ended after step 12. Checkpointer" in text
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -51,7 +46,7 @@ def test_so_many_steps_in_a_row_are_counted_across_programs(fuse, value) -> None
     state, found, said = train(bad, after=3, fuse=fuse, value=value)
     assert found == 11
     assert 11 <= state <= 11 + 2 * fuse
-    assert "in 3 steps up to 11." in said[0]
+    assert "in 3 steps up to 11;" in said[0]
 
 
 def test_a_run_without_them_is_left_alone() -> None:
@@ -104,7 +99,7 @@ def test_a_hook_can_be_used_again() -> None:
 
 
 def test_a_name_that_no_step_reports_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"monitor: expected one of \['loss'\], got 'rec'"):
+    with pytest.raises(ValueError, match=r"monitor: expected one of .*got 'rec'"):
         train([], monitor="rec")
     with pytest.raises(ValueError, match="after: expected an integer of at least 1, got 0"):
         ft.hooks.TerminateOnNaN(after=0)

@@ -137,7 +137,7 @@ def test_files_of_a_fit_that_was_interrupted_are_those_of_one_that_never_was(
 def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypatch) -> None:
     path = tmp_path / "log.jsonl"
     callback = LoggerCallback(ft.hooks.JSONLines(path))
-    saved = {"steps_before": 0, "steps": 3, "logger": {"bytes": 3}}
+    saved = {"steps_before": 0, "steps": 3, "logger": {"lines": 1}}
     path.write_text("{}\n{}\n")
     for process, text in ((1, "{}\n{}\n"), (0, "{}\n")):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
