@@ -60,7 +60,9 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
         output = model.apply(params, model_state, inputs, **mode)
         outputs, losses = jax.tree.map(_widen_if_half, (output.outputs, output.losses))
         # A step is scanned over, so the dtypes of the state that it carries must not change.
-        new_model_state = jax.tree.map(_cast_like, output.model_state, model_state)
+        new_model_state = jax.tree.map(
+            lambda x, old: jnp.asarray(x, jnp.result_type(old)), output.model_state, model_state
+        )
         return ModelOutput(outputs, new_model_state, losses)
 
     return Model(model.init, apply)
@@ -72,9 +74,8 @@ def _warn_of_wide_products(
     """Warns if no product of the model has the dtype."""
     # What cannot be traced here has an error or a decision of its own, which `apply` meets again.
     try:
-        jaxpr = jax.make_jaxpr(lambda p, x: model.apply(p, model_state, x, **mode).outputs)(
-            params, inputs
-        )
+        apply = functools.partial(model.apply, **mode)
+        jaxpr = jax.make_jaxpr(apply)(params, model_state, inputs)
     except Exception:
         return
     counts, name = product_dtypes(jaxpr), jnp.dtype(dtype).name
@@ -97,14 +98,6 @@ def _warn_of_wide_products(
 def _cast_if_float(dtype: Any, x: Any) -> Any:
     x = jnp.asarray(x)
     return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-
-def _cast_like(x: Any, reference: Any) -> Any:
-    """Returns `x` in the dtype of `reference`; each may be an array or a Python number."""
-    has_dtype = _tree.is_array(x) and _tree.is_array(reference)
-    if has_dtype and x.dtype == reference.dtype:
-        return x
-    return jnp.asarray(x, jnp.result_type(reference))
 
 
 def _widen_if_half(x: Any) -> Any:

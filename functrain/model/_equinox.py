@@ -13,7 +13,7 @@ from functrain.common._arguments import parameters
 from functrain.common._checks import require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
-from functrain.model._call import require_one_input, require_unwrapped
+from functrain.model._call import model_of_module, require_one_input
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:
@@ -113,22 +113,15 @@ def from_equinox(
         initial: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(tuple(like)), arrays)
         return initial
 
-    def apply(
-        params: PyTree,
-        model_state: PyTree,
-        inputs: PyTree,
-        /,
-        *,
-        rng: jax.Array | None = None,
-        training: bool = False,
+    def call(
+        params: PyTree, model_state: PyTree, inputs: PyTree, rng: jax.Array | None, training: bool
     ) -> ModelOutput:
-        require_unwrapped(model_state)
         made, _, _, static = structure()
         takes_key = "key" in parameters(made)
         whole = eqx.combine(params, model_state["arrays"], static)
         whole = eqx.nn.inference_mode(whole, value=not training)
 
-        def call(x: PyTree, state: PyTree, key: jax.Array | None) -> tuple[PyTree, PyTree]:
+        def run(x: PyTree, state: PyTree, key: jax.Array | None) -> tuple[PyTree, PyTree]:
             options: dict[str, Any] = {"key": key} if takes_key else {}
             if state is None:
                 return whole(x, **options), None
@@ -137,15 +130,15 @@ def from_equinox(
 
         keys = rng
         if axis_name is not None:
-            call = jax.vmap(call, in_axes=(0, None, 0), out_axes=(0, None), axis_name=axis_name)
+            run = jax.vmap(run, in_axes=(0, None, 0), out_axes=(0, None), axis_name=axis_name)
             if rng is not None:
                 keys = jax.random.split(rng, len(jax.tree.leaves(inputs)[0]))
         # Equinox allows each State object to be updated once, so that a copy is updated.
         old_state = jax.tree.map(lambda x: x, model_state["state"])
-        outputs, new_state = call(inputs, old_state, keys)
+        outputs, new_state = run(inputs, old_state, keys)
         return ModelOutput(outputs, {**model_state, "state": new_state})
 
-    return Model(init, apply)
+    return model_of_module(init, call)
 
 
 def _is_array(x: Any) -> bool:

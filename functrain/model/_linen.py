@@ -14,8 +14,8 @@ from functrain.common import _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.model._call import (
+    model_of_module,
     require_one_input,
-    require_unwrapped,
     restrict_to,
     switches,
 )
@@ -95,16 +95,9 @@ def from_linen(module: nn.Module) -> Model:
             model_state[OVERWRITE_WITH_GRADIENT] = OverwrittenByGradient(scales)
         return params, model_state
 
-    def apply(
-        params: PyTree,
-        model_state: PyTree,
-        inputs: PyTree,
-        /,
-        *,
-        rng: jax.Array | None = None,
-        training: bool = False,
+    def call(
+        params: PyTree, model_state: PyTree, inputs: PyTree, rng: jax.Array | None, training: bool
     ) -> ModelOutput:
-        require_unwrapped(model_state)
         # A state that was created without a model_state has () there, and dict(()) is {}.
         collections = dict(model_state)
         scales = collections.get(OVERWRITE_WITH_GRADIENT, OverwrittenByGradient())
@@ -137,7 +130,7 @@ def from_linen(module: nn.Module) -> Model:
             model_state = restrict_to(model_state, {**updated, OVERWRITE_WITH_GRADIENT: scales})
         return ModelOutput(outputs, model_state, tuple(jax.tree.leaves(losses)))
 
-    return Model(init, apply)
+    return model_of_module(init, call)
 
 
 def _is_longer(new: PyTree, old: PyTree) -> bool:

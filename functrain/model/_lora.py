@@ -16,22 +16,9 @@ from functrain.common._checks import (
     require_one_of,
 )
 from functrain.common._types import PyTree, StateT
-from functrain.model._adapters import (
-    Adapted,
-    Quantized,
-    add_adapters,
-    apply_factored,
-    dequantize,
-    quantize,
-)
-from functrain.model._freeze import (
-    FrozenState,
-    merge_params,
-    require_frozen_state,
-    require_patterns,
-    require_wrapped,
-    split_params,
-)
+from functrain.model import _adapters, _freeze
+from functrain.model._adapters import Adapted
+from functrain.model._freeze import FrozenState
 from functrain.model._model import Model, ModelOutput, require_model
 
 
@@ -116,7 +103,7 @@ def lora(
       True
     """
     require_model(model)
-    require_patterns(patterns)
+    _freeze.require_patterns(patterns)
     require_integer("rank", rank)
     is_valid = alpha is None or is_positive(alpha)
     require(is_valid, "alpha", "a positive number, or None for the rank", alpha)
@@ -126,16 +113,18 @@ def lora(
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, model_state = model.init(key, inputs)
-        whole, base = split_params(params, "train", whole_patterns)
+        whole, base = _freeze.split_params(params, "train", whole_patterns)
         adapters = _create_adapters(key, base, _adapted_paths(base, patterns, rank), rank)
         if base_dtype is not None:
-            base = merge_params(adapters, base, lambda w, _: quantize(w, _first_output(w.shape)))
+            base = _freeze.merge_params(
+                adapters, base, lambda w, _: _adapters.quantize(w, _first_output(w.shape))
+            )
         # Returned as an array, so that `merge_lora` needs nothing but the state.
         lora_scale = jnp.asarray(scale, jnp.float32)
-        return merge_params(adapters, whole), FrozenState(base, model_state, lora_scale)
+        return _freeze.merge_params(adapters, whole), FrozenState(base, model_state, lora_scale)
 
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
-        require_frozen_state(model_state, "lora")
+        _freeze.require_frozen_state(model_state, "lora")
         # Traced arguments are positional; the others, such as `training`, decide what is traced.
         rng = mode.pop("rng", None)
 
@@ -144,9 +133,9 @@ def lora(
 
         adapted, args = _adapted_params(params, model_state), (model_state.model, inputs, rng)
         if factored:
-            output: ModelOutput = apply_factored(run, adapted, *args)
+            output: ModelOutput = _adapters.apply_factored(run, adapted, *args)
         else:
-            output = run(add_adapters(adapted), *args)
+            output = run(_adapters.add_adapters(adapted), *args)
         return output._replace(model_state=model_state._replace(model=output.model_state))
 
     return Model(init, apply)
@@ -179,10 +168,10 @@ def merge_lora(state: StateT) -> StateT:
       [[2. 1.]
        [1. 2.]]
     """
-    require_wrapped(state, has_lora=True)
+    _freeze.require_wrapped(state, has_lora=True)
     lora_state: Any = state
     model_state = lora_state.model_state
-    params = add_adapters(_adapted_params(lora_state.params, model_state))
+    params = _adapters.add_adapters(_adapted_params(lora_state.params, model_state))
     merged: StateT = lora_state.replace(params=params, model_state=model_state.model)
     return merged
 
@@ -193,9 +182,9 @@ def _adapted_params(trained: PyTree, model_state: FrozenState) -> PyTree:
     def adapt(w: Any, adapter: dict[str, jax.Array]) -> Adapted:
         a: Any = adapter["a"]
         scale: Any = model_state.lora_scale
-        return Adapted(dequantize(w), a * scale.astype(a.dtype), adapter["b"])
+        return Adapted(_adapters.dequantize(w), a * scale.astype(a.dtype), adapter["b"])
 
-    return merge_params(trained, model_state.frozen, adapt, Quantized)
+    return _freeze.merge_params(trained, model_state.frozen, adapt, _adapters.Quantized)
 
 
 def _adapted_paths(base: PyTree, patterns: Sequence[str], rank: int) -> list[str]:

@@ -337,5 +337,5 @@ def test_the_state_of_a_wrapped_model_is_refused_by_the_model_itself(kind) -> No
     else:
         model = MODELS[kind]()
     state = create(ft.lora(model, "**", rank=1))
-    with pytest.raises(ValueError, match=r"model_state: expected .*functrain.merge_lora\(state\)"):
+    with pytest.raises(ValueError, match=r"model_state: expected .*or merge_lora\(state\)"):
         model.apply(state.params, state.model_state, X)
