@@ -123,22 +123,7 @@ def test_frozen_layers_are_not_in_the_params() -> None:
     assert jax.tree.map(jnp.shape, seen[0]) == {"b": {"bias": (2,), "kernel": (8, 2)}}
 
 
-def test_slots_lie_where_their_variables_lie() -> None:
-    devices = keras.distribution.DeviceMesh((2,), ["model"], keras.distribution.list_devices()[:2])
-    layout = keras.distribution.LayoutMap(devices)
-    layout["a/kernel"] = (None, "model")
-    layout[".*a/kernel"] = (None, "model")
-    with keras.distribution.ModelParallel(layout_map=layout).scope():
-        model = fitted(bridge.OptaxOptimizer(optax.adam(1e-2)))
-        adam = model.optimizer.opt_state[0]
-        spec = jax.sharding.PartitionSpec(None, "model")
-        assert model.get_layer("a").kernel.value.sharding.spec == spec
-        assert adam.mu["a"]["kernel"].sharding.spec == spec
-        assert adam.nu["b"]["kernel"].sharding.is_fully_replicated
-
-
-def paths_seen(model: keras.Model) -> list[str]:
-    """The paths that a mask sees."""
+def test_the_paths_of_params_are_those_of_keras_in_every_model(build) -> None:
     seen: list[str] = []
 
     def mask(params: Any) -> Any:
@@ -146,42 +131,14 @@ def paths_seen(model: keras.Model) -> list[str]:
         seen[:] = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]
         return jax.tree.map(lambda _: True, params)
 
+    model, _ = build()
     optimizer = bridge.OptaxOptimizer(optax.adamw, learning_rate=1e-3, mask=mask)
     optimizer.build(model.trainable_variables)
-    return seen
-
-
-class TestPaths:
-    def test_they_are_those_of_keras_in_every_model(self, build):
-        model, _ = build()
-        seen = paths_seen(model)
-        variables = model.trainable_variables
-        assert len(seen) == len(set(seen)) == len(variables)
-        paths = [v.path for v in variables]
-        # Layers of one name may share paths; then a number is added.
-        if len(set(paths)) == len(paths):
-            assert sorted(seen) == sorted(paths)
-
-    @pytest.mark.parametrize("layer", ["attention", "nested", "wrapper"])
-    def test_a_single_composite_layer_keeps_its_name(self, layer):
-        inputs = keras.Input((5, 8))
-        make = {
-            "attention": lambda: layers.MultiHeadAttention(2, 4, name="part")(inputs, inputs),
-            "nested": lambda: keras.Sequential([layers.Dense(2)], name="part")(inputs),
-            "wrapper": lambda: layers.TimeDistributed(layers.Dense(2), name="part")(inputs),
-        }
-        model = keras.Model(inputs, make[layer]())
-        assert {path.split("/")[0] for path in paths_seen(model)} == {"part"}
-        assert set(bridge.create_state(model, optax.sgd(0.1)).params) == {"part"}
-
-
-def test_a_loss_scale_factor_works_as_in_keras() -> None:
-    weights = []
-    for optimizer in (bridge.OptaxOptimizer(optax.sgd(0.5)), keras.optimizers.SGD(0.5)):
-        optimizer.loss_scale_factor = 8.0
-        weights.append(fitted(optimizer).get_weights())
-    for ours, theirs in zip(*weights, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    paths = [v.path for v in model.trainable_variables]
+    assert len(seen) == len(set(seen)) == len(paths)
+    # Layers of one name may share paths; then a number is added.
+    if len(set(paths)) == len(paths):
+        assert sorted(seen) == sorted(paths)
 
 
 def test_a_checkpoint_of_the_whole_model_is_refused_before_the_first_step(tmp_path: Any) -> None:
