@@ -17,8 +17,8 @@ from functrain.checkpoint._manifest import DOCUMENTS, STATE
 from functrain.checkpoint._writer import Writer
 from functrain.common import _direction, _repr
 from functrain.common._checks import is_positive, require, require_instance, require_integer
+from functrain.common._log_values import require_numbers, split_members
 from functrain.common._types import PyTree
-from functrain.common._values import require_numbers, split_members
 from functrain.engine._position import Position, as_position
 from functrain.engine._trigger import Every, Trigger, as_trigger
 

@@ -3,11 +3,10 @@
 Files:
   _tree: paths and specs of pytree leaves for error messages, and copies of states
   _types: the types PyTree and Step, and the traits by which loops treat steps
-  _log_names: names of logs whose type tells a loop what the log is
+  _log_values: the names of logs, whose type tells a loop what a log is, and their values
   _gather: fetching of arrays to the host, including arrays spread over processes
   _checks: argument checks
   _wide_integers: 64-bit integers that jax would truncate to 32 bits
-  _values: named numbers; in a population, one number per member
   _arguments: signatures of functions
   _direction: which values are better when they are larger
   _hlo: instructions of compiled programs, and how often they run

@@ -9,7 +9,7 @@ import numpy as np
 
 from functrain.common import _repr
 from functrain.common._checks import require_integer
-from functrain.common._values import is_loggable, split_members
+from functrain.common._log_values import is_loggable, split_members
 from functrain.common._warnings import warn
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 

@@ -6,8 +6,8 @@ from typing import Any
 import jax
 
 from functrain.common import _tree
+from functrain.common._log_values import to_values
 from functrain.common._types import PyTree
-from functrain.common._values import to_values
 from functrain.data._adapt import as_batches
 from functrain.data._batches import batch_signature
 from functrain.engine import _placement

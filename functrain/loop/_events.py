@@ -12,9 +12,8 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._gather import fetch_global
-from functrain.common._log_names import name_of
+from functrain.common._log_values import name_of, to_floats
 from functrain.common._types import PyTree
-from functrain.common._values import to_floats
 from functrain.data._batches import Chunk
 from functrain.engine._position import Position
 

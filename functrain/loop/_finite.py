@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from functrain.common._gather import fetch_global
-from functrain.common._log_names import skip_counts
+from functrain.common._log_values import skip_counts
 from functrain.common._warnings import warn
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd

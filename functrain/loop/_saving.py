@@ -9,8 +9,8 @@ from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._processes import is_multiprocess
 from functrain.checkpoint._processes import main_group as processes
 from functrain.common._checks import require, require_instance
+from functrain.common._log_values import split_members
 from functrain.common._types import PyTree
-from functrain.common._values import split_members
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches
 from functrain.engine._signals import (

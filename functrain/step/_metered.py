@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
-from functrain.common._log_names import SumOfWeights
+from functrain.common._log_values import SumOfWeights
 from functrain.common._types import PyTree, StepTraits
 from functrain.metrics._metric import Metered, Metric
 from functrain.step._loss import Aux

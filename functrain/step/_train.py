@@ -9,7 +9,7 @@ import optax
 
 from functrain.common import _tree
 from functrain.common._checks import require
-from functrain.common._log_names import LastValue
+from functrain.common._log_values import LastValue
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
 from functrain.step._check import check_loss, require_distinct_names

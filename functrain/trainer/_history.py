@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
-from functrain.common import _values
+from functrain.common import _log_values
 from functrain.common._paths import path_text
 from functrain.trainer import _plot
 
@@ -121,7 +121,7 @@ def _table(epochs: dict[str, np.ndarray]) -> str:
     count = _length(epochs)
     if not count:
         return ""
-    columns = [list(map(_values.format_value, values)) for values in epochs.values()]
+    columns = [list(map(_log_values.format_value, values)) for values in epochs.values()]
     rows = [list(row) for row in zip(map(str, range(1, count + 1)), *columns, strict=True)]
     if count > _FIRST + _LAST:
         rows[_FIRST:-_LAST] = [["...", *[""] * len(epochs)]]

@@ -9,9 +9,8 @@ import jax
 from rich.console import Console
 
 from functrain.common._checks import require_one_of
-from functrain.common._log_names import SumOfWeights
+from functrain.common._log_values import SumOfWeights, format_value, to_values
 from functrain.common._types import PyTree
-from functrain.common._values import format_value, to_values
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._resuming import Resumed

@@ -7,10 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from functrain.common import _log_names, _tree
-from functrain.common._log_names import LastValue, LogName, SumOfWeights
+from functrain.common import _log_values, _tree
+from functrain.common._log_values import (
+    LastValue,
+    LogName,
+    SumOfWeights,
+    is_loggable,
+    to_floats,
+    to_values,
+)
 from functrain.common._types import PyTree
-from functrain.common._values import is_loggable, to_floats, to_values
 from functrain.common._warnings import warn
 from functrain.loop._events import ChunkEnd, EpochEnd, Event, is_scalar_per_step
 from functrain.loop._finite import LossWatch
@@ -142,7 +148,7 @@ class Recorder:
         self._steps, self.latest = {}, {}
         for name, values in state["steps"].items():
             if name in state["kinds"]:
-                name = getattr(_log_names, state["kinds"][name])(name)
+                name = getattr(_log_values, state["kinds"][name])(name)
             column = self._steps[name] = _Column(values[skipped_steps:])
             for begin, end in state["missing"][name]:
                 column.missing.append((max(0, begin - skipped_steps), max(0, end - skipped_steps)))
@@ -212,13 +218,13 @@ def _weights(
     examples. Skipped steps have weight 0, unless all steps were skipped.
     """
     counts = examples.reshape(-1, 1)
-    for sums in _log_names.nearest(name, [x for x in rows if isinstance(x, SumOfWeights)]):
+    for sums in _log_values.nearest(name, [x for x in rows if isinstance(x, SumOfWeights)]):
         counts = rows[sums].reshape(len(examples), -1)
         # A member that was stopped reports NaN.
         counts = np.where(np.isnan(counts), 1.0, counts)
     has_value = has_value.reshape(-1, 1)
     is_applied = has_value
-    for count in _log_names.skip_counts(name, rows):
+    for count in _log_values.skip_counts(name, rows):
         is_applied = is_applied & ~(rows[count].reshape(len(examples), -1) > 0)
     is_applied = np.where(is_applied.any(0), is_applied, has_value)
     weights: np.ndarray = is_applied * counts

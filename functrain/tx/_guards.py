@@ -9,7 +9,7 @@ import optax
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_no_problems
-from functrain.common._log_names import LastValue, SkippedInARow
+from functrain.common._log_values import LastValue, SkippedInARow
 from functrain.common._types import PyTree
 from functrain.tx._extra_args import with_any_extra_args
 

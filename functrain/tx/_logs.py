@@ -8,7 +8,7 @@ import optax
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_integer
-from functrain.common._log_names import LastValue
+from functrain.common._log_values import LastValue
 from functrain.common._types import PyTree
 
 # The states that keep the rate of the last update as `learning_rate`.
