@@ -1,7 +1,6 @@
 """Converts what users pass as data to `Batches`."""
 
 import copy
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,29 +45,20 @@ def as_batches(data: Any, name: str = "data") -> Batches:
 
 def _require_iterable(data: Any, name: str) -> None:
     """Raises TypeError unless data are an iterable of batches: arrays are cut by a loader."""
-    if inspect.isgeneratorfunction(data):
-        raise TypeError(
-            f"{name}: expected an iterable of batches, got the generator function "
-            f"{data.__name__}. Call it: {data.__name__}(). For more than one epoch, pass an object "
-            "with this function as __iter__."
-        )
-    # All of these can be iterated, but yield rows, keys or characters instead of batches.
+    is_list = isinstance(data, list | tuple)
+    if is_list:
+        require(data, name, "at least one batch", data, "Pass a list of batches.")
+    # All of these can be iterated, but yield rows, keys, characters or numbers.
     is_array = isinstance(data, dict | np.ndarray | jax.Array | str | bytes)
     is_tuple_of_arrays = isinstance(data, tuple) and any(hasattr(x, "shape") for x in data)
-    if is_array or is_tuple_of_arrays or not isinstance(data, Iterable):
+    is_list_of_numbers = is_list and isinstance(data[0], bool | int | float | complex | str)
+    is_one_batch = is_array or is_tuple_of_arrays or is_list_of_numbers
+    if is_one_batch or not isinstance(data, Iterable):
         raise TypeError(
             f"{name}: expected an ArrayLoader or an iterable of batches, got "
             f"{type(data).__name__}. For arrays: functrain.ArrayLoader((x, y), batch_size); "
-            "to predict, ArrayLoader(x, batch_size). Without data: functrain.NoData(n)."
+            "without data: functrain.NoData(n). Call a generator function."
         )
-    if isinstance(data, list | tuple):
-        require(data, name, "at least one batch", data, "Pass a list of batches.")
-        # A number is a valid pytree: each would be a batch of one leaf.
-        if isinstance(data[0], bool | int | float | complex | str):
-            # The list itself is not shown: it may have millions of numbers.
-            raise TypeError(
-                f"{name}: expected a list of batches, got one of {type(data[0]).__name__}s. For "
-                "numbers: functrain.ArrayLoader(np.asarray(data), batch_size)."
-            )
+    if is_list:
         # The other batches are checked when they are fetched.
         require_no_number_lists(data[0], f"{name}: batch 0", (list,))

@@ -22,10 +22,7 @@ def require_parts(**parts: Any) -> None:
         require(is_part, argument, expected, part, _FUNCTION_OF_BATCH, error=TypeError)
 
 
-_FUNCTION_OF_BATCH = (
-    "A function selects from any batch: lambda batch: batch[0], lambda batch: batch.image, "
-    "lambda batch: (batch['tokens'], batch['mask'])."
-)
+_FUNCTION_OF_BATCH = "A function selects from any batch, such as lambda batch: batch[0]."
 
 
 def select(batch: PyTree, part: Part, argument: str) -> PyTree:
@@ -45,11 +42,10 @@ def select(batch: PyTree, part: Part, argument: str) -> PyTree:
     is_key = isinstance(batch, Mapping) and part in batch
     selected: Any = batch
     for key in [part] if is_key else part.split("/"):
-        has_key = isinstance(selected, Mapping) and key in selected
-        expected = f"{part!r} in the batch"
         is_dict = isinstance(selected, Mapping)
         got = sorted(map(str, selected)) if is_dict else selected
-        require(has_key, argument, expected, got, "" if is_dict else _FUNCTION_OF_BATCH)
+        has_key = is_dict and key in selected
+        require(has_key, argument, f"{part!r} in the batch", got, _FUNCTION_OF_BATCH)
         selected = selected[key]
     return selected
 
@@ -60,10 +56,9 @@ def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         is_container = isinstance(batch, tuple | list | dict)
         got = f"{type(batch).__name__} of {len(batch)}" if is_container else _tree.spec(batch)
         raise ValueError(
-            f"batch: expected (x, y) or (x, y, sample_weight), got {got}. Pass labels together "
-            "with the inputs: ArrayLoader((x, y), batch_size). Put several inputs or targets into "
-            "one pytree: ({'image': a, 'text': b}, y). Name the parts of a dict: "
-            "supervised(model, loss, inputs='image', labels='label')."
+            f"batch: expected (x, y) or (x, y, sample_weight), got {got}. Pass "
+            "ArrayLoader((x, y), batch_size), several inputs as one pytree; or name the parts of a "
+            "dict: supervised(model, loss, inputs='image', labels='label')."
         )
     return batch[0], batch[1], batch[2] if len(batch) == 3 else None
 
@@ -117,10 +112,9 @@ def require_example_count(batch: PyTree) -> int:
     count = example_count(batch)
     if count is None and any(map(jnp.ndim, jax.tree.leaves(batch))):
         raise ValueError(
-            "batch: expected arrays that share their first axis, that of the examples, by whose "
-            f"number a mean is weighted, got\n{_tree.format_leaves(batch)}\nReturn the number that "
-            "the loss was divided by, Aux(model_state, weight=number); or let the loss close over "
-            "arrays that are the same for all batches."
+            "batch: expected arrays that share their first axis, that of the examples, got\n"
+            f"{_tree.format_leaves(batch)}\nReturn the number that the loss was divided by, "
+            "Aux(model_state, weight=number)."
         )
     return 1 if count is None else count
 

@@ -28,10 +28,7 @@ class Local:
     """
 
     def __init__(self, data: Any, sharding: NamedSharding) -> None:
-        expected = (
-            "that of a global batch, jax.sharding.NamedSharding(mesh, "
-            "jax.sharding.PartitionSpec('data'))"
-        )
+        expected = "that of a global batch, jax.NamedSharding(mesh, jax.P('data'))"
         is_named = isinstance(sharding, NamedSharding)
         require(is_named, "sharding", expected, sharding, error=TypeError)
         self.data, self.sharding = data, sharding
@@ -41,10 +38,7 @@ class Local:
         # Equal shares: with fewer shards than processes, some would hold the same examples.
         is_even = local_shards * self.processes == shards
         expected = f"one that divides examples evenly over {self.processes} processes"
-        advice = (
-            f"It gives this process {local_shards} of {shards} shards. Change the order of the "
-            "mesh's axes, or give every process the same data, without local."
-        )
+        advice = f"It gives this process {local_shards} of {shards} shards; order the mesh's axes."
         require(is_even, "sharding", expected, sharding, advice)
 
     def __repr__(self) -> str:
@@ -104,11 +98,10 @@ class Local:
         if (summaries == summaries[0]).all():
             return
         counts = ", ".join(f"{n} in process {i}" for i, n in enumerate(summaries[:, 0].tolist()))
-        shapes = f"; in this process, batches of\n{_tree.bullets(specs)}" if specs else ""
         raise ValueError(
             f"{name}: expected as many batches, of the same shapes, in every process, got next "
-            f"{counts}{shapes}\nGive each process the same number of examples; in training "
-            "drop_remainder=True drops a smaller last batch."
+            f"{counts}; in this process, of\n{_tree.bullets(specs)}\nGive each process the same "
+            "number of examples; in training drop_remainder=True drops a smaller last batch."
         )
 
     def _global_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -486,7 +486,7 @@ def test_integers_that_jax_would_cut_are_refused_at_every_door() -> None:
         lambda: ft.evaluate(state, evaluating, batches[:1]),
         lambda: ft.predict(state, lambda s, b: (s, b["ids"]), batches[:1]),
     ):
-        with pytest.raises(ValueError, match=rf"^state: expected integers at seen .* {LARGE} in"):
+        with pytest.raises(ValueError, match=rf"expected integers at seen .* {LARGE} in"):
             call()
     with pytest.raises(ValueError, match="expected integers at seen that fit into int32"):
         ft.TrainState.create(params={}, tx=optax.sgd(0.1), model_state={"seen": LARGE})
