@@ -123,12 +123,6 @@ def product_dtypes(jaxpr: Any) -> collections.Counter[str]:
     return counts
 
 
-def find_consumers(var: Any, jaxpr: core.Jaxpr) -> list[core.JaxprEqn]:
-    """Returns the equations that read a variable."""
-    # Literals cannot be hashed or compared with variables, hence the comparison by identity.
-    return [eqn for eqn in jaxpr.eqns if any(atom is var for atom in eqn.invars)]
-
-
 # Kept while the jaxpr lives: rules that look around ask for it at every equation.
 _producers: weakref.WeakKeyDictionary[core.Jaxpr, dict[Any, core.JaxprEqn]] = (
     weakref.WeakKeyDictionary()
@@ -145,11 +139,6 @@ def find_producers(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
 def find_producer(atom: Any, jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     """Returns the equation that computes an atom; None for an input of the jaxpr or a literal."""
     return None if isinstance(atom, core.Literal) else find_producers(jaxpr).get(atom)
-
-
-def original_equation(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> core.JaxprEqn:
-    """Returns the equation of the jaxpr, whose inputs have not been replaced yet."""
-    return find_producers(jaxpr)[eqn.outvars[0]]
 
 
 def substitute(substitutions: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:

@@ -25,8 +25,7 @@ from functrain.rewrites.grouped_conv import grouped_conv
 from functrain.rewrites.label_pick import label_pick, label_pick_gradient
 from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
-from functrain.rewrites.pooled_gradient import bias_before_pooling, relu_before_pooling
-from functrain.rewrites.relu_mask import relu_mask
+from functrain.rewrites.relu_gradient import bias_before_pooling, relu_before_pooling, relu_mask
 from functrain.rewrites.swapped_conv import swapped_conv
 from functrain.rewrites.unrolled_scan import unrolled_scan
 from functrain.rewrites.volume_conv import volume_conv

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import is_apart, is_entered, substitute
+from functrain.rewrites._equations import avals, is_apart, is_entered, substitute
 from functrain.rewrites._rewrite import (
     Rewrite,
     rewrite_scope,
@@ -94,8 +94,8 @@ class _Pass:
         # once, too. The old jaxpr is stored with the new one: as long as it lives, no other object
         # gets its id.
         self._rewritten: dict[tuple[int, bool], tuple[Any, Any]] = {}
-        # The last equation of a replacement by its output, if it is a transpose.
-        self._final_transposes: dict[Any, core.JaxprEqn] = {}
+        # The last equation of a replacement by the id of its output, if it is a transpose.
+        self._final_transposes: dict[int, core.JaxprEqn] = {}
         self._replacements: dict[Any, Callable[..., list[Any]]] = {}
 
     def rewrite(self, jaxpr: Any) -> Any:
@@ -118,85 +118,104 @@ class _Pass:
             new = eqn
             if substitutions:
                 new = eqn.replace(invars=substitute(substitutions, eqn.invars))
-            if inexact.intersection(eqn.outvars):
-                eqns.append(new)
+            replaced = None
+            if not inexact.intersection(eqn.outvars):
+                replaced = self._replace(eqn, new, jaxpr, substitutions)
+            if replaced is None:
+                eqns.append(self._rewrite_inside(new))
             else:
-                eqns += self._rewrite_equation(new, jaxpr, substitutions)
+                eqns += replaced[0]
+                substitutions.update(zip(eqn.outvars, replaced[1], strict=True))
         if not substitutions and _are_same(eqns, jaxpr.eqns):
             return jaxpr
         outvars = substitute(substitutions, jaxpr.outvars)
         return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
-    def _rewrite_equation(
-        self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, substitutions: dict[Any, Any]
-    ) -> list[core.JaxprEqn]:
-        """Returns the equations that replace one, and records its outputs' substitutions."""
-        if selected := select_rewrite(self._rewrites, eqn, jaxpr, self._exact_only):
-            rewrite, replacement = selected
-            with rewrite_scope(rewrite, eqn):
-                if replacement:
-                    inputs = substitute(substitutions, replacement.inputs)
-                    with _context(eqn):
-                        closed = _trace_replacement(replacement.fn, eqn, inputs)
-                    eqns, outs = inline(core.jaxpr_as_fun(closed), eqn, inputs)
-                else:
-                    eqns, outs = self._apply(rewrite, eqn)
-            if eqns and eqns[-1].primitive is primitives.transpose_p:
-                self._final_transposes[eqns[-1].outvars[0]] = eqns[-1]
-        elif is_float32_conversion(eqn) and eqn.invars[0] in self._final_transposes:
-            # Convert before the transpose, or XLA would round the convolution: see _rounding.
-            transpose = self._final_transposes[eqn.invars[0]]
-            eqns, outs = inline(_convert_then_transpose(transpose, eqn), eqn, transpose.invars)
-        elif is_entered(eqn):
-            was_apart, self._is_apart = self._is_apart, self._is_apart or is_apart(eqn)
-            params = _call_inside(eqn, lambda: self._rewrite_params(eqn.params))
-            self._is_apart = was_apart
-            is_same = all(params[name] is value for name, value in eqn.params.items())
-            return [eqn if is_same else eqn.replace(params=params)]
-        else:
-            return [eqn]
-        substitutions.update(zip(eqn.outvars, outs, strict=True))
-        return eqns
+    def _replace(
+        self,
+        eqn: core.JaxprEqn,
+        new: core.JaxprEqn,
+        jaxpr: core.Jaxpr,
+        substitutions: dict[Any, Any],
+    ) -> tuple[list[core.JaxprEqn], list[Any]] | None:
+        """Returns the equations that replace one, and its new outputs; None to keep it.
 
-    def _apply(self, rewrite: Rewrite, eqn: core.JaxprEqn) -> tuple[list[Any], list[Any]]:
+        Args:
+          eqn: The equation of the jaxpr.
+          new: The equation, with the inputs that it has now.
+          jaxpr: The jaxpr.
+          substitutions: The new variables by the variables of the jaxpr that they replace.
+        """
+        selected = select_rewrite(self._rewrites, eqn, jaxpr, self._exact_only)
+        if selected is None:
+            transpose = self._final_transposes.get(id(new.invars[0])) if new.invars else None
+            if transpose is None or not is_float32_conversion(new):
+                return None
+            # Convert before the transpose, or XLA would round the convolution: see _rounding.
+            return inline(_convert_then_transpose(transpose, new), new, transpose.invars)
+        rewrite, replacement = selected
+        inputs = substitute(substitutions, replacement.inputs)
+        with rewrite_scope(rewrite, eqn):
+            eqns, outs = inline(self._trace(rewrite, replacement.fn, new, inputs), new, inputs)
+        if eqns and eqns[-1].primitive is primitives.transpose_p:
+            self._final_transposes[id(eqns[-1].outvars[0])] = eqns[-1]
+        return eqns, outs
+
+    def _trace(
+        self,
+        rewrite: Rewrite,
+        fn: Callable[..., Any],
+        eqn: core.JaxprEqn,
+        inputs: Sequence[Any],
+    ) -> Callable[..., list[Any]]:
+        """Returns what replaces an equation, after the rewrites behind this one have seen it."""
         # Tracing a replacement again takes less time than making it, so layers of the same shape
         # share one.
-        avals = tuple(var.aval for var in (*eqn.invars, *eqn.outvars))
-        key = rewrite.name, avals, eqn.ctx, tuple(eqn.params.items())
+        key = rewrite.name, tuple(avals(eqn)), eqn.ctx, tuple(eqn.params.items())
+        if rewrite.replace and key in self._replacements:
+            return self._replacements[key]
+        later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
         with _context(eqn):
-            if key not in self._replacements:
-                later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
-                self._replacements[key] = _make_replacement(rewrite, eqn, later, self._exact_only)
-        return inline(self._replacements[key], eqn, eqn.invars)
+            closed = rewrite_jaxpr(_trace_replacement(fn, eqn, inputs), later, self._exact_only)
+        run: Callable[..., list[Any]] = core.jaxpr_as_fun(closed)
+        self._replacements[key] = run
+        return run
 
-    def _rewrite_params(self, params: dict[str, Any]) -> dict[str, Any]:
-        return dict(zip(params, map(self._rewrite_param, params.values()), strict=True))
+    def _rewrite_inside(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
+        """Returns the equation with the jaxprs inside it rewritten, or the same one."""
+        if not is_entered(eqn):
+            return eqn
+        leaves, structure = jax.tree.flatten(eqn.params)
 
-    def _rewrite_param(self, value: Any) -> Any:
-        if isinstance(value, core.Jaxpr | core.ClosedJaxpr):
-            return self.rewrite(value)
-        # The branches of a `cond` are a tuple of jaxprs.
-        if type(value) in (tuple, list):
-            items = list(map(self._rewrite_param, value))
-            return value if _are_same(items, value) else type(value)(items)
-        return value
+        def rewrite_leaves() -> list[Any]:
+            kinds = core.Jaxpr | core.ClosedJaxpr
+            return [self.rewrite(x) if isinstance(x, kinds) else x for x in leaves]
+
+        was_apart, self._is_apart = self._is_apart, self._is_apart or is_apart(eqn)
+        new_leaves = _call_inside(eqn, rewrite_leaves)
+        self._is_apart = was_apart
+        if _are_same(new_leaves, leaves):
+            return eqn
+        new: core.JaxprEqn = eqn.replace(params=jax.tree.unflatten(structure, new_leaves))
+        return new
 
 
 class _Inliner(_Pass):
     """The pass of `inline_calls`."""
 
-    def _rewrite_equation(
-        self, eqn: core.JaxprEqn, jaxpr: core.Jaxpr, substitutions: dict[Any, Any]
-    ) -> list[core.JaxprEqn]:
+    def _replace(
+        self,
+        eqn: core.JaxprEqn,
+        new: core.JaxprEqn,
+        jaxpr: core.Jaxpr,
+        substitutions: dict[Any, Any],
+    ) -> tuple[list[core.JaxprEqn], list[Any]] | None:
         if eqn.primitive in _INLINED and not _has_shardings(eqn.params):
             called = self.rewrite(eqn.params[_INLINED[eqn.primitive]])
-            eqns, outs = inline(core.jaxpr_as_fun(called), eqn, eqn.invars)
-        elif eqn.primitive.name in _BROADCASTING:
-            eqns, outs = inline(functools.partial(_broadcast_apart, eqn), eqn, eqn.invars)
-        else:
-            return super()._rewrite_equation(eqn, jaxpr, substitutions)
-        substitutions.update(zip(eqn.outvars, outs, strict=True))
-        return eqns
+            return inline(core.jaxpr_as_fun(called), new, new.invars)
+        if eqn.primitive.name in _BROADCASTING:
+            return inline(functools.partial(_broadcast_apart, eqn), new, new.invars)
+        return None
 
 
 def _has_shardings(params: dict[str, Any]) -> bool:
@@ -217,7 +236,7 @@ def _are_same(new: Sequence[Any], old: Sequence[Any]) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
 
 
-def _call_inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _call_inside(eqn: core.JaxprEqn, work: Callable[[], list[Any]]) -> list[Any]:
     """Returns ``work()``, called in a context in which the body of the equation can be traced.
 
     Inside shard_map, a type contains the mesh axes over which the value varies. Such types exist
@@ -225,10 +244,10 @@ def _call_inside(eqn: core.JaxprEqn, work: Callable[[], dict[str, Any]]) -> dict
     """
     if eqn.primitive.name != "shard_map":
         return work()
-    result: dict[str, Any] = {}
+    result: list[Any] = []
 
     def body(*_: Any) -> tuple[()]:
-        result.update(work())
+        result.extend(work())
         return ()
 
     options = {name: eqn.params[name] for name in ("mesh", "in_specs", "check_vma")}
@@ -248,17 +267,6 @@ def retype(x: Any, aval: Any) -> Any:
     return primitives.convert_element_type_p.bind(
         x, new_dtype=aval.dtype, weak_type=aval.weak_type, sharding=None
     )
-
-
-def _make_replacement(
-    rewrite: Rewrite, eqn: core.JaxprEqn, later: Sequence[Rewrite], exact_only: bool
-) -> Callable[..., list[Any]]:
-    """Returns a function that computes an equation as the rewrite and the later ones want it."""
-    assert rewrite.replace is not None
-    fn = functools.partial(rewrite.replace, **eqn.params)
-    closed = _trace_replacement(fn, eqn, eqn.invars)
-    run: Callable[..., list[Any]] = core.jaxpr_as_fun(rewrite_jaxpr(closed, later, exact_only))
-    return run
 
 
 def _trace_replacement(fn: Callable[..., Any], eqn: core.JaxprEqn, inputs: Sequence[Any]) -> Any:

@@ -1,6 +1,7 @@
 """The definition of a rewrite, and the choice of the one that applies to an equation."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,8 +26,7 @@ class Rewrite(NamedTuple):
         bits when both run under `jax.jit`. By default no replacement is exact.
       replace_in_context: ``(eqn, jaxpr) -> Replacement or None``. Used in place of `replace`, by
         rules that need other variables than the inputs of the equation. None if the rule does not
-        apply. The equation's outputs are variables of the jaxpr; its inputs may be variables that
-        replace those of the jaxpr.
+        apply.
       platforms: The platforms that it is for: "cpu", "tpu".
     """
 
@@ -67,10 +67,8 @@ class RewriteError(Exception):
 
 def select_rewrite(
     rewrites: Sequence[Rewrite], eqn: core.JaxprEqn, jaxpr: core.Jaxpr, exact_only: bool = False
-) -> tuple[Rewrite, Replacement | None] | None:
-    """Returns the first rewrite that applies to an equation, and its replacement in context.
-
-    None if no rewrite applies. The replacement is None if the rewrite has a `replace`.
+) -> tuple[Rewrite, Replacement] | None:
+    """Returns the first rewrite that applies to an equation, and its replacement; None if none.
 
     Args:
       rewrites: The rewrites, in order of precedence.
@@ -91,7 +89,8 @@ def select_rewrite(
             if not rewrite.applies(eqn) or (exact_only and not rewrite.is_exact(eqn)):
                 continue
             if rewrite.replace:
-                return rewrite, None
+                fn = functools.partial(rewrite.replace, **eqn.params)
+                return rewrite, Replacement(fn, eqn.invars)
             assert rewrite.replace_in_context is not None
             if replacement := rewrite.replace_in_context(eqn, jaxpr):
                 return rewrite, replacement

@@ -11,8 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import variables
+from functrain.rewrites._equations import avals, variables
 
+_CONVOLUTION = primitives.conv_general_dilated_p
 # Consumers that always get a rounded bfloat16 result, even through a transpose. Others are unknown:
 # XLA inlines calls, and some functions, such as erf, convert their input before they compute.
 _ROUNDED_CONSUMERS = {
@@ -25,22 +26,21 @@ _ROUNDED_CONSUMERS = {
 def find_inexact(jaxpr: Any, *, is_apart: bool) -> set[Any]:
     """Returns the results that would have other bits if they were computed in another layout.
 
+    Those are the results of bfloat16 convolutions whose consumers may see unrounded numbers.
+
     Args:
       jaxpr: A jaxpr of the function.
       is_apart: Whether it is in a loop or branch of the function. There XLA keeps the layouts of
         convolutions, and so its slow kernels, which order the sums in another way.
     """
-    if not is_apart:
-        return find_possibly_unrounded(jaxpr)
-    convolution = primitives.conv_general_dilated_p
-    return {eqn.outvars[0] for eqn in jaxpr.eqns if eqn.primitive is convolution}
-
-
-def find_possibly_unrounded(jaxpr: Any) -> set[Any]:
-    """Returns the results of bfloat16 convolutions whose consumers may see unrounded numbers."""
-    results = {eqn.outvars[0] for eqn in jaxpr.eqns if _is_bfloat16_convolution(eqn)}
-    if not results:
-        return results
+    convolutions = [eqn for eqn in jaxpr.eqns if eqn.primitive is _CONVOLUTION]
+    if is_apart:
+        return {eqn.outvars[0] for eqn in convolutions}
+    results = {
+        eqn.outvars[0]
+        for eqn in convolutions
+        if all(aval.dtype == jnp.bfloat16 for aval in avals(eqn))
+    }
     # The jaxpr may be a function that is called, so the consumers of its outputs are unknown.
     unrounded = results.intersection(variables(jaxpr.outvars))
     for eqn in jaxpr.eqns:
@@ -55,10 +55,4 @@ def is_float32_conversion(eqn: Any) -> bool:
         eqn.primitive is primitives.convert_element_type_p
         and eqn.invars[0].aval.dtype == jnp.bfloat16
         and eqn.params["new_dtype"] == jnp.float32
-    )
-
-
-def _is_bfloat16_convolution(eqn: Any) -> bool:
-    return eqn.primitive is primitives.conv_general_dilated_p and all(
-        var.aval.dtype == jnp.bfloat16 for var in (*eqn.invars, *eqn.outvars)
     )

@@ -56,7 +56,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     x, (axis,) = avals(eqn)[0], eqn.params["axes"]
     if not are_floats(x) or any(map(is_sharded, avals(eqn))):
         return False
-    return MIN_LENGTH <= x.shape[axis] <= MAX_LENGTH
+    return bool(MIN_LENGTH <= x.shape[axis] <= MAX_LENGTH)
 
 
 def _replace(x: jax.Array, *, extremum: str, axes: tuple[int], index_dtype: jnp.dtype) -> jax.Array:

@@ -33,7 +33,6 @@ from functrain.rewrites._equations import (
     has_known_sizes,
     is_sharded,
     ndim,
-    original_equation,
 )
 from functrain.rewrites._rewrite import Replacement, Rewrite
 
@@ -56,21 +55,20 @@ _ELEMENTWISE = frozenset(
 class _RowOperations:
     """The operations that compute an array of rows, to be repeated in the shape of a larger array.
 
+    The key of a value is a variable, and the axes of the larger array along which it varies.
+
     Attributes:
-      inputs: The variables that the operations start from.
-      operations: The equations in order, each with the keys of its arguments and of its result.
+      inputs: The keys of the variables that the operations start from.
+      operations: The operations in order: keys with their equations and the keys of arguments.
     """
 
     def __init__(self, shape: tuple[int, ...], jaxpr: core.Jaxpr) -> None:
         self._shape, self._jaxpr = shape, jaxpr
-        # The key of a value is a variable, and the axes of the larger array along which it varies.
-        self._axes_of_inputs: list[tuple[int, ...]] = []
-        self._known: set[Any] = set()
         self.inputs: list[Any] = []
-        self.operations: list[tuple[core.JaxprEqn, list[Any], Any]] = []
+        self.operations: dict[Any, tuple[core.JaxprEqn, list[Any]]] = {}
 
     def add(self, atom: Any, axes: Sequence[int]) -> Any:
-        """Adds what computes an atom; returns its key.
+        """Adds what computes an atom; returns its key, or the atom if it is a literal.
 
         Args:
           atom: A variable or a literal.
@@ -81,32 +79,27 @@ class _RowOperations:
         shape = atom.aval.shape
         axes = tuple(axis for axis, size in zip(axes, shape, strict=True) if size != 1)
         key = atom, axes
-        if key in self._known:
+        if key in self.inputs or key in self.operations:
             return key
         producer = find_producer(atom, self._jaxpr)
         if producer is not None and producer.primitive.name in _ELEMENTWISE:
-            of_axis = dict(zip((i for i, size in enumerate(shape) if size != 1), axes, strict=True))
+            of_axis = _axis_of_each(shape, axes)
             args = [
-                # The axis of an axis of length one does not matter.
                 self.add(arg, [of_axis.get(i, 0) for i in range(ndim(arg))])
                 for arg in producer.invars
             ]
-            self.operations.append((producer, args, key))
+            self.operations[key] = producer, args
         elif producer is not None and (before := _axes_before(producer, axes)) is not None:
             return self.add(producer.invars[0], before)
         else:
-            self.inputs.append(atom)
-            self._axes_of_inputs.append(axes)
-        self._known.add(key)
+            self.inputs.append(key)
         return key
 
     def evaluate(self, key: Any, inputs: Sequence[jax.Array]) -> jax.Array:
         """Returns the value with a key, in the shape of the larger array."""
-        values = {
-            (atom, axes): self._spread(x, axes)
-            for atom, axes, x in zip(self.inputs, self._axes_of_inputs, inputs, strict=True)
-        }
-        for eqn, args, result in self.operations:
+        pairs = zip(self.inputs, inputs, strict=True)
+        values = {key: self._spread(x, axes=key[1]) for key, x in pairs}
+        for result, (eqn, args) in self.operations.items():
             arrays = [self._literal(a) if isinstance(a, core.Literal) else values[a] for a in args]
             values[result] = eqn.primitive.bind(*arrays, **eqn.params)
         return values[key]
@@ -128,16 +121,23 @@ class _RowOperations:
         return lax.full(self._shape, literal.val, aval.dtype)
 
 
+def _axis_of_each(shape: Sequence[int], axes: Sequence[int]) -> dict[int, int]:
+    """Returns the axis of the larger array for each axis that is longer than one."""
+    longer = [i for i, size in enumerate(shape) if size != 1]
+    return dict(zip(longer, axes, strict=True))
+
+
 def _axes_before(eqn: core.JaxprEqn, axes: tuple[int, ...]) -> list[int] | None:
     """Returns the axes of the input of an equation that only adds or removes axes.
 
-    None for every other equation. The axes are those of the result that are longer than one.
+    None for every other equation. The axes are those of the result that are longer than one. That
+    of an axis of length one does not matter.
     """
     if len(eqn.invars) != 1 or eqn.primitive not in _MOVES:
         return None
     before, after = (aval.shape for aval in avals(eqn))
     if eqn.primitive is primitives.broadcast_in_dim_p:
-        of_axis = dict(zip((i for i, size in enumerate(after) if size != 1), axes, strict=True))
+        of_axis = _axis_of_each(after, axes)
         return [of_axis.get(i, 0) for i in eqn.params["broadcast_dimensions"]]
     # A sum over axes of length one removes them, and a reshape may add or remove such axes.
     longer = [size for size in before if size != 1]
@@ -160,12 +160,13 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 
 def _replace(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
-    (row,) = original_equation(eqn, jaxpr).invars
+    (row,) = eqn.invars
     rows = _RowOperations(eqn.params["shape"], jaxpr)
     key = rows.add(row, eqn.params["broadcast_dimensions"])
     if not 0 < len(rows.operations) <= MAX_OPERATIONS or len(rows.inputs) > MAX_INPUTS:
         return None
-    return Replacement(lambda *inputs: rows.evaluate(key, inputs), rows.inputs)
+    inputs = [atom for atom, _ in rows.inputs]
+    return Replacement(lambda *inputs: rows.evaluate(key, inputs), inputs)
 
 
 broadcast_first = Rewrite(

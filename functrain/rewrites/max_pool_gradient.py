@@ -36,6 +36,7 @@ differently.
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,67 +65,6 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     )
 
 
-def _replace(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    if params["window_dimensions"] == params["window_strides"]:
-        gradient = _scatter_to_tiles(source, operand, **params)
-    else:
-        # Unfused: see the second table.
-        gradient = _call_unfused(functools.partial(_sum_taps, **params), source, operand)
-    # Where XLA vectorizes max pooling on CPU, it drops a NaN (jax 0.10 to 0.12). The gradient keeps
-    # it, so that a step with a NaN can be recognized.
-    return jnp.where(jnp.isnan(operand), operand, gradient)
-
-
-def _scatter_to_tiles(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    """Computes the gradient if each number belongs to at most one window.
-
-    Each axis is split into positions and taps: `[P, w, ...]` for each `[P w, ...]`.
-    """
-    window, padding = params["window_dimensions"], params["padding"]
-    winner = _find_winners(source.shape, operand, window, window, padding)
-    tiles = tuple(itertools.chain(*zip(source.shape, window, strict=True)))
-    position_axes = tuple(range(0, 2 * source.ndim, 2))
-
-    def spread_over_taps(x: jax.Array) -> jax.Array:
-        return lax.broadcast_in_dim(x, tiles, position_axes)
-
-    tap_number = jnp.zeros((), jnp.int32)
-    for axis, taps in enumerate(window):
-        tap_number = tap_number * taps + lax.broadcasted_iota(jnp.int32, tiles, 2 * axis + 1)
-    # XLA adds to a sum that starts from 0, which turns -0 into 0; `source != 0` does the same.
-    is_winner = (spread_over_taps(winner) == tap_number) & spread_over_taps(source != 0)
-    out = jnp.where(is_winner, spread_over_taps(source), jnp.zeros((), source.dtype))
-    sizes = [positions * taps for positions, taps in zip(source.shape, window, strict=True)]
-    # Crops the padding, and pads the numbers at the end that no window sees.
-    crops = [
-        (-low, low + size - tiled_size, 0)
-        for (low, _), size, tiled_size in zip(padding, operand.shape, sizes, strict=True)
-    ]
-    return lax.pad(out.reshape(sizes), jnp.zeros((), out.dtype), crops)
-
-
-def _sum_taps(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    """Adds up, tap by tap, the gradients of the windows that this tap has won."""
-    window, strides, padding = (
-        params[name] for name in ("window_dimensions", "window_strides", "padding")
-    )
-    winner = _find_winners(source.shape, operand, window, strides, padding)
-    total = jnp.zeros(operand.shape, at_least_float32(operand).dtype)
-    taps = list(enumerate(itertools.product(*map(range, window))))
-    # The last tap of a number belongs to its first window, so this adds the first window first.
-    for tap_number, tap in reversed(taps):
-        won = jnp.where(winner == tap_number, source, jnp.zeros((), source.dtype))
-        won = at_least_float32(won)
-        pads = []
-        for start, (low, _), size, positions, stride in zip(
-            tap, padding, operand.shape, source.shape, strides, strict=True
-        ):
-            offset = start - low
-            pads.append((offset, size - offset - dilated_size(positions, stride), stride - 1))
-        total += lax.pad(won, jnp.zeros((), won.dtype), pads)
-    return lax.convert_element_type(total, operand.dtype)
-
-
 def does_every_window_see_numbers(params: dict[str, Any]) -> bool:
     """Returns True if no window of a pooling sees only padding."""
     return all(
@@ -133,51 +73,65 @@ def does_every_window_see_numbers(params: dict[str, Any]) -> bool:
     )
 
 
-def _find_winners(
-    positions: Sequence[int],
-    operand: jax.Array,
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-) -> jax.Array:
-    """Returns the number of the tap that wins each window, `i32[*positions]`.
+def _replace(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
+    sum_taps = functools.partial(_sum_taps, **params)
+    if params["window_dimensions"] == params["window_strides"]:
+        gradient = sum_taps(source, operand)
+    else:
+        gradient = _call_unfused(sum_taps, source, operand)
+    # Where XLA vectorizes max pooling on CPU, it drops a NaN (jax 0.10 to 0.12). The gradient keeps
+    # it, so that a step with a NaN can be recognized.
+    return jnp.where(jnp.isnan(operand), operand, gradient)
 
-    The first tap is the winner until a tap comes that it is not >= to. Padding is -inf.
+
+def _sum_taps(
+    source: jax.Array,
+    operand: jax.Array,
+    *,
+    window_dimensions: Sequence[int],
+    window_strides: Sequence[int],
+    padding: Sequence[tuple[int, int]],
+    **_: Any,
+) -> jax.Array:
+    """Adds up, tap by tap, the gradients of the windows that this tap has won."""
+    ends = [(low, high, 0) for low, high in padding]
+    padded = lax.pad(operand, jnp.array(-jnp.inf, operand.dtype), ends)
+    # The sizes of the part of the array between the first and the last position of a tap.
+    extents = list(map(dilated_size, source.shape, window_strides))
+    taps = list(itertools.product(*map(range, window_dimensions)))
+    views = []
+    for tap in taps:
+        limits = list(map(operator.add, tap, extents))
+        views.append(lax.slice(padded, tap, limits, window_strides))
+    winner = _find_winner(views)
+    total = jnp.zeros(padded.shape, at_least_float32(operand).dtype)
+    zero = jnp.zeros((), total.dtype)
+    # The last tap of a number belongs to its first window, so this adds the first window first.
+    for tap_number, tap in reversed(list(enumerate(taps))):
+        won = jnp.where(winner == tap_number, at_least_float32(source), zero)
+        pads = [
+            (start, size - start - extent, stride - 1)
+            for start, size, extent, stride in zip(
+                tap, padded.shape, extents, window_strides, strict=True
+            )
+        ]
+        total += lax.pad(won, zero, pads)
+    total = lax.pad(total, zero, [(-low, -high, 0) for low, high in padding])
+    return lax.convert_element_type(total, operand.dtype)
+
+
+def _find_winner(views: Sequence[jax.Array]) -> jax.Array:
+    """Returns the number of the tap that wins each window, given what each tap sees.
+
+    The first tap is the winner until a tap comes that it is not >= to.
     """
-    best, *others = _pool_views(operand, positions, window, strides, padding)
-    winner = jnp.zeros(positions, jnp.int32)
-    for tap_number, value in enumerate(others, start=1):
+    best, winner = views[0], jnp.zeros(views[0].shape, jnp.int32)
+    for tap_number, value in enumerate(views[1:], start=1):
         # False if either is NaN, so a NaN replaces the winner and is replaced by the next tap.
         stays = best >= value
         best = jnp.where(stays, best, value)
         winner = jnp.where(stays, winner, tap_number)
     return winner
-
-
-def _pool_views(
-    x: jax.Array,
-    positions: Sequence[int],
-    window: Sequence[int],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-) -> list[jax.Array]:
-    """Returns what each tap of a pooling window sees at each position; padding is -inf.
-
-    Args:
-      x: The array that is pooled.
-      positions: The number of positions along each axis, which is the shape of the results.
-      window: The number of taps along each axis of `x`, as are the other parameters.
-      strides: The distance between two positions.
-      padding: The padding before and after each axis.
-    """
-    x = lax.pad(x, jnp.array(-jnp.inf, x.dtype), [(low, high, 0) for low, high in padding])
-    # The sizes of the part of the array between the first and the last position of a tap.
-    extents = list(map(dilated_size, positions, strides))
-    views = []
-    for tap in itertools.product(*map(range, window)):
-        limits = [start + extent for start, extent in zip(tap, extents, strict=True)]
-        views.append(lax.slice(x, tap, limits, strides))
-    return views
 
 
 def _call_unfused(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
