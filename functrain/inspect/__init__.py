@@ -11,7 +11,7 @@ Files:
   _not_finite: the description of an operation that made NaN or an infinity
   _origins: a run that follows NaN and infinities from their origins
   _memory: the memory that a fit needs, from its compiled program
-  _summary: a table of the leaves of a state or a model, and the products of a step
+  _summary: a table of the leaves of a state, and the products of a step
 """
 
 from functrain.inspect._cost import Cost as Cost

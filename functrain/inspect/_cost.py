@@ -147,22 +147,16 @@ class Cost:
         # Shares are those of the kernels where no times are known.
         has_times = any(layer.seconds for layer in self.layers)
         weights = [x.seconds if has_times else x.kernels for x in self.layers]
-        layers = list(zip(self.layers, weights, strict=True))
-        shown, others = layers[:ROWS], layers[ROWS:]
-        if others:
-            seconds = sum(layer.seconds for layer, _ in others)
-            kernels = sum(layer.kernels for layer, _ in others)
-            weight = sum(weight for _, weight in others)
-            shown.append((Layer(f"{len(others)} others", seconds, kernels), weight))
-        return [
-            (
-                _repr.shorten_start(layer.name, 44),
-                f"{layer.kernels:.1f}",
-                _format_time(layer.seconds) if has_times else "-",
-                f"{weight / sum(weights):.1%}",
-            )
-            for layer, weight in shown
-        ]
+        rows = []
+        for layer, weight in zip(self.layers[:ROWS], weights, strict=False):
+            seconds = _format_time(layer.seconds) if has_times else "-"
+            share = f"{weight / sum(weights):.1%}"
+            name = _repr.shorten_start(layer.name, 44)
+            rows.append((name, f"{layer.kernels:.1f}", seconds, share))
+        if len(self.layers) > ROWS:
+            share = f"{sum(weights[ROWS:]) / sum(weights):.1%}"
+            rows.append((f"{len(self.layers) - ROWS} others", "", "", share))
+        return rows
 
 
 def cost(

@@ -28,9 +28,8 @@ def largest_batch(
 ) -> int:
     """Returns the largest batch size whose `memory` fits into that of the device.
 
-    Memory grows almost in proportion to the batch, so each size that is tried follows from those
-    before it, until the answer is known to within a sixteenth or `multiple_of`. For each size a
-    program is compiled, which takes seconds to minutes; three to ten sizes are tried. Nothing runs.
+    Sizes are tried until the answer is known to within a sixteenth or `multiple_of`. For each size
+    a program is compiled, which takes seconds to minutes; about ten sizes are tried. Nothing runs.
 
     Args:
       state: As for `memory`.
@@ -67,9 +66,8 @@ def largest_batch(
     require(multiple_of % shards == 0, "multiple_of", expected, multiple_of)
     examples = {x.shape[0] for x in jax.tree.leaves(batch)}
     require(len(examples) == 1, "batch", "leaves with one first axis, the examples", batch)
-    largest, too_large = 0, math.inf
+    largest, too_large = 0, 0  # sizes that fit and do not fit; 0 as long as there is none
     count: int = max(1, examples.pop() // multiple_of)
-    totals: dict[int, int] = {}
     while True:
         shapes = _resize(batch, count * multiple_of)
         needed = memory(
@@ -80,21 +78,20 @@ def largest_batch(
                 "target: expected the devices, such as functrain.target('tpu:v5e'), got None. How "
                 "much memory a CPU may use is unknown; functrain.target() allows all of it."
             )
-        # What a batch of no examples would need.
-        totals[0] = needed.state + needed.original_state
-        if totals[0] > needed.chip.memory_bytes:
+        if needed.state + needed.original_state > needed.chip.memory_bytes:
             return 0
-        # A compiler that refuses a program may not say what it would need.
-        if needed.temporaries or not needed.is_refused:
-            totals[count] = needed.total
         if needed.fits:
             largest = count
         else:
             too_large = count
-        tolerance = max(1, largest // 16)
-        if too_large - largest <= tolerance:
+        if not too_large:
+            count *= 4
+        elif not largest and count > 1:
+            count = max(1, count // 4)
+        elif too_large - largest <= max(1, largest // 16):
             return largest * multiple_of
-        count = _next_count(totals, needed.chip.memory_bytes, largest, too_large, tolerance)
+        else:
+            count = max(largest + 1, math.isqrt(largest * too_large))
 
 
 def _shard_count(sharding: NamedSharding | None) -> int:
@@ -103,36 +100,6 @@ def _shard_count(sharding: NamedSharding | None) -> int:
         return 1
     examples = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
     return sharding.num_devices // examples.shard_shape((sharding.num_devices,))[0]
-
-
-def _next_count(
-    totals: dict[int, int], room: int, largest: int, too_large: float, tolerance: int
-) -> int:
-    """Returns the size to try next: where a line through two sizes reaches the room.
-
-    Args:
-      totals: The bytes of the sizes that were tried, and of none, as far as they are known.
-      room: The bytes that there are.
-      largest: The largest size that fits.
-      too_large: The smallest size that does not fit.
-      tolerance: The shortest step.
-    """
-    if too_large == math.inf:
-        low, high = sorted(totals)[-2:]
-    else:
-        low, high = largest, int(too_large)
-    # The TPU compiler computes values twice rather than exceed the memory. From there on the totals
-    # stay below the room, and do not say how far it is to the first size that does not fit.
-    is_full = sum(0.95 * room < total <= room for total in totals.values()) > 1
-    if is_full or len(totals) > 6 or not {low, high} <= totals.keys():
-        guess = (largest + min(too_large, 2 * largest or too_large)) / 2
-    else:
-        slope = max(1.0, (totals[high] - totals[low]) / (high - low))
-        # A little less, since a size that fits is what is looked for.
-        guess = 0.98 * (low + (room - totals[low]) / slope)
-    # Sizes right below one that does not fit would say little.
-    upper = largest * 16 if too_large == math.inf else too_large - (too_large - largest + 7) // 8
-    return int(min(max(guess, largest + tolerance), upper))
 
 
 def _resize(batch: PyTree, examples: int) -> PyTree:

@@ -1,40 +1,28 @@
 """A table of the leaves of a state or a model, and the cost of a step."""
 
 import math
-import sys
-from collections.abc import Mapping
 from typing import Any
 
-import flax.linen as nn
 import jax
 from jax.sharding import NamedSharding
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import require
 from functrain.common._table import sheet
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.engine._plan import nbytes
 from functrain.inspect._cost import product_flops, trace_step
 from functrain.inspect._leaf import bytes_on_each, sharding_of
-from functrain.model._linen import from_linen
-from functrain.model._model import Model
-from functrain.model._nnx import from_nnx
 from functrain.rewrites._equations import product_dtypes
 
 
-def summary(
-    state: Any, *, inputs: PyTree = None, step: Step[Any] | None = None, batch: PyTree = None
-) -> str:
+def summary(state: Any, *, step: Step[Any] | None = None, batch: PyTree = None) -> str:
     """Returns a table of the trained leaves, with totals, as plain ASCII text.
 
     Args:
       state: A `TrainState` or any object with fields `params`, `model_state` and `opt_state`: the
-        leaves of `params` are listed, with the totals of the three parts and of the state. Or a
-        model (a linen or nnx module, a `Model`, a built Keras model): the leaves that an optimizer
-        would train are listed. For any other pytree, all leaves are listed. Abstract states
+        leaves of `params` are listed, with the totals of the three parts and of the state. For any
+        other pytree, such as the params of a model, all leaves are listed. Abstract states
         (`jax.eval_shape`) work as well. Leaves that are not arrays count as 0 elements.
-      inputs: A batch of inputs, or their shapes, for a linen module or a `Model`, which holds no
-        values. Nothing is computed.
       step: A step that takes the state, to show its products. It is traced for that.
       batch: One batch for the step, or its shapes.
 
@@ -46,9 +34,7 @@ def summary(
       for each iteration, that of a `while` once. The table is never cut to the width of a terminal.
 
     Raises:
-      TypeError: `state` is neither a pytree of arrays nor a model.
-      ValueError: A model holds no values and there are no `inputs`; or only one of `step` and
-        `batch` is given.
+      ValueError: Only one of `step` and `batch` is given.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -69,16 +55,16 @@ def summary(
     """
     if (step is None) != (batch is None):
         raise ValueError("step and batch: expected both or neither. A step is traced for a batch.")
-    parts = _parts(state, inputs)
-    kind = "state" if hasattr(state, "opt_state") else "model"
-    everything = parts if parts and kind == "model" else state
+    names = "params", "model_state", "opt_state"
+    is_train_state = all(hasattr(state, name) for name in names)
+    parts = {name: getattr(state, name) for name in names} if is_train_state else {}
+    trees = {**parts, "state" if parts else "": state}
     # The first part is the trained one: only its leaves are listed.
-    header, listed = next(iter(parts.items()), ("leaf", everything))
+    header, listed = next(iter(parts.items()), ("leaf", state))
     leaves: list[tuple[str, ...]] = [
         (path, _tree.strong_spec(leaf), _spec(leaf), *_sizes(leaf))
         for path, leaf in _tree.leaves_with_path(listed)
     ]
-    trees = {**parts, kind if parts else "": everything}
     totals: list[tuple[str, ...]] = [
         (f"{name} (total)" if name else "total", "", "", *_sizes(tree))
         for name, tree in trees.items()
@@ -86,7 +72,7 @@ def summary(
     numbers = "count", "bytes", "bytes on each device"
     columns: tuple[str, ...] = header, "array", "sharding", *numbers
     rows: list[list[tuple[str, ...]]] = [leaves, totals]
-    if not any(map(_spec, jax.tree.leaves(everything))):
+    if not any(map(_spec, jax.tree.leaves(state))):
         columns = _without_devices(columns)
         rows = [list(map(_without_devices, section)) for section in rows]
     table = sheet(columns, *rows, numbers=numbers)
@@ -108,59 +94,6 @@ def _spec(leaf: Any) -> str:
     """Returns the partition spec of a leaf; "" for a leaf on one device."""
     sharding = sharding_of(leaf)
     return str(sharding.spec) if isinstance(sharding, NamedSharding) else ""
-
-
-def _parts(state: Any, inputs: PyTree) -> Mapping[str, PyTree]:
-    """Returns the parts of a state or a model by name, the trained one first, or no parts."""
-    # functrain does not import Keras, so its models are recognized by a method that only they have.
-    if hasattr(state, "stateless_call"):
-        return _keras_parts(state)
-    names = ("params", "model_state", "opt_state")
-    if all(hasattr(state, name) for name in names):
-        return {name: getattr(state, name) for name in names}
-    if (model := _as_model(state)) is not None:
-        expected = f"a batch of inputs, since {type(state).__name__} holds no values"
-        has_inputs = inputs is not None or _is_nnx(state)
-        require(has_inputs, "inputs", expected, inputs, "Pass jax.ShapeDtypeStruct(shape, dtype).")
-        # A model has no opt_state, the last of the names.
-        return dict(zip(names, jax.eval_shape(model.init, jax.random.key(0), inputs), strict=False))
-    is_tree = _tree.is_array(state) or not jax.tree_util.all_leaves([state])
-    expected = "a TrainState, another pytree of arrays or a model"
-    require(is_tree, "state", expected, state, error=TypeError)
-    return {}
-
-
-def _is_nnx(module: Any) -> bool:
-    # If the object is an nnx module, nnx has been imported. Importing it here would be slow.
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(module, nnx.Module)
-
-
-def _as_model(module: Any) -> Model | None:
-    """Returns a module or `Model` as a `Model`, anything else as None."""
-    if isinstance(module, nn.Module):
-        return from_linen(module)
-    if _is_nnx(module):
-        return from_nnx(module)
-    return module if isinstance(module, Model) else None
-
-
-def _keras_parts(model: Any) -> Mapping[str, PyTree]:
-    require(model.built, "state", "a built Keras model", model.name, "Call model.build(shape).")
-    return {
-        "trainable": _by_path(model.trainable_variables),
-        "non_trainable": _by_path(model.non_trainable_variables),
-    }
-
-
-def _by_path(variables: Any) -> dict[str, Any]:
-    """Returns the values of variables by path."""
-    # Keras may give several variables the same path: a number makes those unique.
-    values: dict[str, Any] = {}
-    for variable in variables:
-        is_taken = variable.path in values
-        values[variable.path + f"#{len(values)}" * is_taken] = variable.value
-    return values
 
 
 def _costs(step: Any, state: PyTree, batch: PyTree) -> str:

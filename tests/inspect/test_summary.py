@@ -1,9 +1,7 @@
 """The table of summary, cell by cell."""
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import optax
 import pytest
@@ -75,57 +73,6 @@ def test_the_text_is_plain_ascii_in_lines_of_one_width(monkeypatch):
     assert text.isascii()
     assert all(line.isprintable() for line in text.splitlines())
     assert len({len(line) for line in text.splitlines()}) == 1
-
-
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        return nn.BatchNorm(use_running_average=not train)(nn.Dense(8)(x))
-
-
-@pytest.mark.parametrize("inputs", [jnp.ones((2, 64)), jax.ShapeDtypeStruct((2, 64), jnp.float32)])
-@pytest.mark.parametrize("model", [Net(), ft.from_linen(Net())])
-def test_a_model_without_values_is_summed_up_for_its_inputs(model, inputs):
-    table = rows(summary(model, inputs=inputs))
-    assert table["Dense_0/kernel"] == ("float32[64, 8]", "512", "2.0 KiB")
-    assert table["params (total)"][1:] == ("536", "2.1 KiB")
-    assert table["model_state (total)"][1:] == ("16", "64 B")
-    assert table["model (total)"][1:] == ("552", "2.2 KiB")
-    with pytest.raises(ValueError, match=r"inputs: expected a batch of inputs.*holds no values"):
-        summary(model)
-
-
-def test_a_module_of_nnx_has_its_values():
-    from flax import nnx
-
-    net = nnx.Sequential(nnx.Linear(64, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0)))
-    table = rows(summary(net))
-    assert table["layers/0/kernel"] == ("float32[64, 8]", "512", "2.0 KiB")
-    assert table["params (total)"][1:] == ("536", "2.1 KiB")
-    assert table["model_state (total)"][1:] == ("16", "64 B")
-
-
-def test_a_keras_model_is_summed_up_as_keras_counts_it():
-    layers = [keras.layers.Dense(8), keras.layers.BatchNormalization(), keras.layers.Dropout(0.5)]
-    model = keras.Sequential([keras.Input((64,)), *layers])
-    layers[0].bias.trainable = False
-    table = rows(summary(model))
-    assert table[layers[0].kernel.path] == ("float32[64, 8]", "512", "2.0 KiB")
-    assert layers[0].bias.path not in table
-    trainable = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-    assert table["trainable (total)"][1] == str(trainable) == "528"
-    others = sum(int(np.prod(v.shape)) for v in model.non_trainable_variables)
-    assert table["non_trainable (total)"][1] == str(others)
-    assert table["model (total)"][1] == str(trainable + others)
-
-
-def test_what_has_no_values_to_sum_up_is_refused():
-    with pytest.raises(ValueError, match=r"expected a built Keras model.*model\.build"):
-        summary(keras.Sequential([keras.layers.Dense(8)]))
-    with pytest.raises(
-        TypeError, match=r"state: expected a TrainState.*got <built-in function len>"
-    ):
-        summary(len)
 
 
 def test_where_leaves_lie_is_shown_where_they_are_divided():
