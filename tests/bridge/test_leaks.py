@@ -45,8 +45,8 @@ def net(*more: Any) -> keras.Model:
     )
 
 
-def compiled(optimizer: Any, *more: Any) -> keras.Model:
-    model = net(*more)
+def compiled(optimizer: Any) -> keras.Model:
+    model = net()
     model.compile(optimizer, "sparse_categorical_crossentropy", metrics=["accuracy"])
     return model
 
@@ -136,7 +136,7 @@ def test_a_state_and_the_steps_of_functrain_over_it() -> None:
     ids=["Keras's", "optax's"],
 )
 def test_steps_of_keras(optimizer: Any) -> None:
-    model = compiled(optimizer(), Measured())
+    model = compiled(optimizer())
     state = bridge.keras_state(model, (X, Y))
     with jax.checking_leaks():
         jax.jit(bridge.test_step(model))(state, (X, Y))

@@ -146,7 +146,7 @@ def test_a_checkpoint_of_the_whole_model_is_refused_before_the_first_step(tmp_pa
     model.compile(bridge.OptaxOptimizer(optax.sgd(0.5)), "mse")
     before = model.get_weights()
     checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")
-    with pytest.raises(ValueError, match=r"save_weights_only=True(.|\n)*No step was taken"):
+    with pytest.raises(ValueError, match=r"ModelCheckpoint cannot be used here.*cannot be written"):
         bridge.fit(model, X, Y, callbacks=[checkpoint], verbose=0)
     np.testing.assert_array_equal(model.get_weights()[0], before[0])
     path = str(tmp_path / "model.weights.h5")
