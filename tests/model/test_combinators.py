@@ -142,13 +142,6 @@ def test_a_frozen_keras_model_goes_home_whole() -> None:
     np.testing.assert_array_equal(net.get_layer("head").get_weights()[0], average)
 
 
-def test_a_frozen_state_is_saved_and_goes_on(tmp_path) -> None:
-    model = ft.freeze(ft.from_linen(Net()), "body/**")
-    state = create(model)
-    ft.save(tmp_path / "state", state)
-    assert digest(ft.load(tmp_path / "state", like=state)) == digest(state)
-
-
 def test_groups_and_weights_from_elsewhere_go_with_freezing() -> None:
     model = ft.from_linen(Net())
     params, model_state = model.init(jax.random.key(5), X)

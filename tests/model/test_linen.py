@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 
-from functrain import TrainState, from_linen, supervised, update
+from functrain import TrainState, from_linen, supervised, train_step, update
 
 from ..conftest import digest
 
@@ -115,15 +115,7 @@ def test_training_in_a_scan_is_the_loop_by_hand(linen):
     model, params, model_state = linen
     tx = optax.adam(1e-2)
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=KEY)
-
-    def step(state, _):
-        def loss(params):
-            rng = jax.random.fold_in(state.rng, state.step)
-            out = model.apply(params, state.model_state, X, rng=rng, training=True)
-            return jnp.mean((out.outputs - Y) ** 2) + sum(out.losses), out.model_state
-
-        (_, new), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
-        return state.apply_gradients(grads, tx).replace(model_state=new), None
+    step = train_step(supervised(model, lambda outputs, y: (outputs - y) ** 2), tx)
 
     def step_by_hand(carry, i):
         params, stats, opt_state = carry
@@ -143,7 +135,7 @@ def test_training_in_a_scan_is_the_loop_by_hand(linen):
         updates, opt_state = tx.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), stats, opt_state), None
 
-    got = jax.jit(lambda s: jax.lax.scan(step, s, None, length=5)[0])(state)
+    got, _ = jax.jit(lambda s: jax.lax.scan(lambda s, _: step(s, (X, Y)), s, length=5))(state)
     by_hand = jax.jit(lambda c: jax.lax.scan(step_by_hand, c, jnp.arange(5))[0])(
         (params, model_state, tx.init(params))
     )

@@ -72,9 +72,7 @@ def test_the_mean_is_taken_in_float32_for_low_precision_outputs(strict_promotion
 def test_a_scalar_loss_is_taken_as_it_is_but_not_weighted() -> None:
     loss_fn = supervised(MODEL, lambda outputs, y: jnp.mean(outputs))
     assert value(loss_fn, jnp.ones((4, 1)), None) == 1.0
-    with pytest.raises(
-        ValueError, match=r"sample_weight: expected a loss per example.*got float32\[\]"
-    ):
+    with pytest.raises(ValueError, match=r"sample_weight: expected a loss per example"):
         value(loss_fn, jnp.ones((4, 1)), None, jnp.ones(4))
 
 
@@ -92,11 +90,6 @@ def test_a_batch_that_is_no_pair_or_triple_is_refused(batch) -> None:
         loss_fn({}, {}, batch, rng=None, training=True)
 
 
-def test_an_unknown_reduction_is_refused() -> None:
-    with pytest.raises(ValueError, match="reduction: expected 'mean' or 'weighted_mean'"):
-        supervised(MODEL, optax.squared_error, reduction="sum")
-
-
 def test_the_key_and_the_flag_reach_the_model() -> None:
     seen = {}
 
@@ -110,11 +103,11 @@ def test_the_key_and_the_flag_reach_the_model() -> None:
     assert seen == {"rng": key, "training": True}
 
 
-@pytest.mark.parametrize("loss", [optax.sigmoid_binary_cross_entropy, optax.huber_loss])
-def test_labels_that_would_be_broadcast_are_refused(loss) -> None:
-    loss_fn = supervised(MODEL, loss)
-    with pytest.raises(ValueError, match=r"expected a value per example.*got float32\[8, 8\]"):
-        value(loss_fn, jnp.ones((8, 1)), jnp.ones(8))
+@pytest.mark.parametrize(("outputs", "y"), [((8, 1), (8,)), ((8,), (8, 1)), ((6, 6, 1), (6, 6))])
+def test_labels_that_would_be_broadcast_are_refused(outputs, y) -> None:
+    loss_fn = supervised(MODEL, optax.huber_loss)
+    with pytest.raises(ValueError, match=r"expected a value per example.*got float32\["):
+        value(loss_fn, jnp.ones(outputs), jnp.ones(y))
 
 
 def test_a_batch_without_weight_has_no_loss() -> None:

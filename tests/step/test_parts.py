@@ -8,7 +8,6 @@ import optax
 import pytest
 
 import functrain as ft
-from functrain.step._check import check_step
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 3)).astype(np.float32)
@@ -119,18 +118,14 @@ def test_a_dict_is_predicted_from_its_inputs() -> None:
     [
         ({"inputs": "image"}, "supervised: expected inputs and labels together"),
         ({"sample_weight": "mask"}, "supervised: expected inputs and labels together"),
-        (
-            {"inputs": "picture", "labels": "y"},
-            r"inputs: expected 'picture' in .*got \['image', 'y",
-        ),
+        ({"inputs": "no", "labels": "y"}, r"inputs: expected 'no' in .*got \['image', 'y"),
         ({"inputs": "image", "labels": "y/0"}, "labels: expected 'y/0' in the batch, got"),
     ],
 )
 def test_a_part_that_is_missing_is_named(parts, words) -> None:
+    batch = {"image": X, "y": Y}
     with pytest.raises(ValueError, match=words):
-        ft.train_step(ft.supervised(MODEL, CROSS_ENTROPY, **parts), TX)(
-            state(), {"image": X, "y": Y}
-        )
+        ft.train_step(ft.supervised(MODEL, CROSS_ENTROPY, **parts), TX)(state(), batch)
 
 
 @pytest.mark.parametrize("logs", [None, [1.0]])
@@ -144,13 +139,12 @@ def test_logs_that_are_no_dict_are_named(logs) -> None:
         ft.eval_step(loss_fn, logs="kl")
 
 
-@pytest.mark.parametrize("part", [0, ("image", "mask"), ["image"]])
-def test_a_part_is_a_text_or_a_function(part) -> None:
+def test_a_part_is_a_text_or_a_function() -> None:
     for make in (
-        lambda: ft.supervised(MODEL, CROSS_ENTROPY, inputs=part, labels="label"),
-        lambda: ft.supervised(MODEL, CROSS_ENTROPY, inputs="image", labels=part),
-        lambda: ft.predict_step(MODEL, inputs=part),
-        lambda: ft.metrics.accuracy(labels=part),
+        lambda: ft.supervised(MODEL, CROSS_ENTROPY, inputs=0, labels="label"),
+        lambda: ft.supervised(MODEL, CROSS_ENTROPY, inputs="image", labels=("image", "mask")),
+        lambda: ft.predict_step(MODEL, inputs=["image"]),
+        lambda: ft.metrics.accuracy(labels=0),
     ):
         with pytest.raises(TypeError, match=r"(inputs|labels): expected a key, .*function of the"):
             make()
@@ -176,7 +170,7 @@ def test_a_loss_of_a_dict_tells_the_metrics_its_labels() -> None:
     of_named = ft.evaluate(state(), ft.eval_step(own_loss, metrics=named), data)
     assert of_named["accuracy"] == values["accuracy"]
     assert values["b"] == pytest.approx((Y == 1).mean())
-    with pytest.raises(ValueError, match=r"labels: expected labels to compare.*labels=batch\["):
+    with pytest.raises(ValueError, match=r"labels: expected labels to compare.*Aux\(labels="):
         ft.evaluate(state(), ft.eval_step(own_loss, metrics=metrics), data)
 
 
@@ -227,16 +221,6 @@ def test_a_loss_may_be_shorter_than_the_outputs() -> None:
     np.testing.assert_allclose(value, (np.log(np.exp(logits).sum(-1)) - picked).mean(), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("outputs", "y"), [((8, 1), (8,)), ((8,), (8, 1)), ((6, 6, 1), (6, 6))])
-def test_losses_of_pairs_stay_refused(outputs, y) -> None:
-    model = ft.Model(
-        lambda key, x: ({}, {}), lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x, s)
-    )
-    loss_fn = ft.supervised(model, lambda o, y: (o - y) ** 2)
-    with pytest.raises(ValueError, match="loss: expected a value per example"):
-        loss_fn({}, {}, (jnp.ones(outputs), jnp.ones(y)), rng=None, training=True)
-
-
 def test_logs_of_one_aux_are_not_those_of_another() -> None:
     first, second = ft.Aux(), ft.Aux()
     first.logs["l2"] = 1.0
@@ -265,15 +249,9 @@ def test_a_loss_may_return_a_dict_of_logs(wrap) -> None:
 
 
 @pytest.mark.parametrize(
-    "step",
-    [
-        lambda state, targets: (state, {}),
-        lambda labels, y_true: (labels, {}),
-        lambda rng, training: (rng, {}),
-    ],
+    "step", [lambda labels, y_true: (labels, {}), lambda rng, training: (rng, {})]
 )
 def test_a_step_may_name_its_parameters_as_it_likes(step) -> None:
-    check_step(step)
     assert ft.fit(jnp.zeros(()), step, [np.ones(2)], verbose=0).state == 0
 
 
@@ -283,25 +261,15 @@ def test_a_loss_may_name_its_parameters_as_it_likes() -> None:
 
     state = ft.TrainState.create(params={"w": jnp.ones(())}, tx=TX)
     assert ft.train_step(loss_fn, TX)(state, jnp.ones(4))[1]["loss"] == 1
-    squared = ft.supervised(MODEL, lambda y_true, y: CROSS_ENTROPY(y_true, y))
-    assert np.isfinite(squared(PARAMS, {}, (X, Y), rng=None, training=True)[0])
 
 
-@pytest.mark.parametrize(
-    "labels", [np.float32(0), np.ones((40, 1, 1), np.float32), "text", {"a": X}, None, (), object()]
-)
-@pytest.mark.parametrize("inputs", [jnp.float32(1), X, jnp.ones((40, 0))])
-def test_the_error_of_a_loss_is_the_users_own(inputs, labels) -> None:
+@pytest.mark.parametrize("labels", [np.float32(0), "text", {"a": X}, None, object()])
+def test_the_error_of_a_loss_is_the_users_own(labels) -> None:
     class OwnError(RuntimeError):
         pass
 
     def loss(outputs, y):
         raise OwnError("mine")
 
-    model = ft.Model(
-        lambda key, x: ({}, {}), lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x, s)
-    )
     with pytest.raises(OwnError, match="mine"):
-        ft.train_step(ft.supervised(model, loss), TX)(
-            ft.TrainState.create(params={}, tx=TX), (inputs, labels)
-        )
+        ft.train_step(ft.supervised(MODEL, loss), TX)(state(), (X, labels))

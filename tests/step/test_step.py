@@ -69,34 +69,6 @@ def test_the_key_of_the_state_never_changes_and_every_step_has_its_own() -> None
     assert not np.array_equal(seen[0], seen[1])
 
 
-def test_logs_hold_the_loss_and_what_the_loss_function_adds() -> None:
-    tx = optax.sgd(0.1)
-    _, logs = ft.train_step(loss_fn, tx)(make_state(tx), (X, Y))
-    assert set(logs) == {"loss", "scale"}
-
-
-def test_the_learning_rate_is_logged_where_it_is_known() -> None:
-    schedule = optax.linear_schedule(1.0, 0.0, 10)
-    tx = optax.sgd(schedule)
-    _, logs = ft.train_step(loss_fn, tx, learning_rate=schedule)(make_state(tx), (X, Y))
-    assert float(logs["learning_rate"]) == 1.0
-    injected = optax.inject_hyperparams(optax.sgd)(learning_rate=0.25)
-    _, logs = ft.train_step(loss_fn, injected)(make_state(injected), (X, Y))
-    assert float(logs["learning_rate"]) == 0.25
-
-
-def test_line_searches_get_what_they_need() -> None:
-    tx = optax.lbfgs()
-    state = make_state(tx)
-    step = jax.jit(ft.train_step(loss_fn, tx))
-    losses = []
-    for _ in range(6):
-        state, logs = step(state, (X, Y))
-        losses.append(float(logs["loss"]))
-    best = np.linalg.lstsq(X, Y, rcond=None)[1][0] / len(X)
-    assert losses[-1] == pytest.approx(best, rel=1e-4)
-
-
 def by_sam(opaque):
     adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
     return optax.contrib.sam(optax.sgd(0.1, momentum=0.9), adversary, 2, opaque_mode=opaque)

@@ -48,11 +48,6 @@ def test_a_log_of_the_rate_is_refused_where_the_step_logs_it() -> None:
     assert once(start(), (X, X))[1]["learning_rate"] == 0.5
 
 
-def test_a_log_named_like_a_metric_of_the_evaluation_is_no_clash() -> None:
-    values = ft.evaluate(start(), ft.eval_step(logging(mae=7.0), metrics=MAE), LOADER)
-    assert values == {"loss": 1.0, "mae": 0.0}
-
-
 def test_a_metric_whose_value_is_no_scalar_is_refused_before_the_first_step() -> None:
     counts = ft.metrics.Metric(lambda: jnp.zeros(3), lambda m, batch, aux, loss: m + 1, lambda m: m)
     step = ft.train_step(logging(), TX, metrics={"counts": counts})
@@ -89,24 +84,6 @@ def test_an_optimizer_whose_init_cannot_be_traced_is_taken_as_it_is() -> None:
 
     tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
     assert jax.jit(ft.train_step(logging(), tx))(start(tx), (X, X))[0].step == 1
-
-
-def test_looking_at_the_optimizers_state_leaves_nothing_in_the_program() -> None:
-    step = ft.train_step(logging(), TX)
-    with_check = str(jax.make_jaxpr(step)(start(), (X, X)))
-    update = optax.with_extra_args_support(TX).update
-
-    def by_hand(state, batch):
-        def loss_of(params):
-            return logging()(params, (), batch, rng=None, training=True)
-
-        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        updates, opt_state = update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state), loss
-
-    without = str(jax.make_jaxpr(by_hand)(start(), (X, X)))
-    assert with_check.count("\n") == without.count("\n")
 
 
 def test_a_loader_of_inputs_alone_is_refused_with_its_shape() -> None:
