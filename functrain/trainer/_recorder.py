@@ -55,9 +55,10 @@ class Recorder:
         self._epochs: list[dict[str, Any]] = []  # {"step": last step, "values": ...}
         # {"steps": ..., "values": ...} by name
         self._within_epochs: dict[str, dict[str, list[Any]]] = {}
-        self._examples = _Column(np.zeros(0))  # the number of examples of each step of this epoch
+        self._examples = _Column()  # the number of examples of each step of this epoch
         self._start_time = self._epoch_start_time = time.perf_counter()
-        self.first_steps_seconds = self._saved_first_steps_seconds = float("nan")
+        # That of an earlier process counts if this process takes no step.
+        self._saved_first_steps_seconds = self.first_steps_seconds = float("nan")
         self.losses = LossWatch()
         self.latest: dict[str, Any] = {}
 
@@ -66,17 +67,17 @@ class Recorder:
         logs = event.host_logs()
         if np.isnan(self.first_steps_seconds):
             self.first_steps_seconds = time.perf_counter() - self._start_time
-        self.latest = {}
         # In the order in which the history and the progress report show them.
-        for name, values in sorted(logs.items(), key=_rank):
+        for name in sorted(logs, key=_rank):
             if name not in self._steps:
-                self._steps[name] = _Column(values[:0])
-                self._steps[name].extend_missing(event.step - event.steps - self._steps_begin)
-            self._steps[name].extend(values)
-            self.latest[name] = to_floats(values[-1])
+                self._steps[name] = _Column()
+                steps_before = event.step - event.steps - self._steps_begin
+                self._steps[name].extend_missing(steps_before, logs[name])
+            self._steps[name].extend(logs[name])
         # A column of the history has a value for every step.
         for name in self._steps.keys() - logs.keys():
             self._steps[name].extend_missing(event.steps)
+        self.latest = {name: to_floats(logs[name][-1]) for name in self._steps if name in logs}
         self.losses.logs(event)
         self._examples.extend(np.full(event.steps, event.examples, np.float64))
 
@@ -87,11 +88,13 @@ class Recorder:
             self._warns_of_arrays = False
             _warn_of_arrays(event.rows, self._is_population)
         if isinstance(event, EpochEnd):
-            event.values |= self._end_epoch(to_values(event.metrics()))
+            values = {**to_values(event.metrics()), **self._means()}
+            event.values |= {name: values[name] for name in sorted(values, key=_rank)}
+            self._examples = _Column()
             if not self._keeps_steps:
                 self._steps_begin = event.step
-                # Empty columns keep the names and dtypes of the logs.
-                self._steps = {n: _Column(x.values()[:0]) for n, x in self._steps.items()}
+                # Empty columns keep the names, dtypes and shapes of the logs.
+                self._steps = {n: _Column(x.numbers()[:0]) for n, x in self._steps.items()}
 
     def after(self, event: Event) -> None:
         """Records the event's values, including those that hooks have added."""
@@ -122,15 +125,15 @@ class Recorder:
         return {
             "first_step": self._first_step,
             "steps_begin": self._steps_begin,
-            "steps": {name: column.values().copy() for name, column in self._steps.items()},
-            "missing": {name: column.missing.copy() for name, column in self._steps.items()},
+            "steps": {name: column.numbers() for name, column in self._steps.items()},
+            "reported": {name: column.is_reported() for name, column in self._steps.items()},
             "kinds": {n: type(n).__name__ for n in self._steps if isinstance(n, LogName)},
             "epochs": self._epochs.copy(),
             "within_epochs": {
                 name: {"steps": points["steps"].copy(), "values": points["values"].copy()}
                 for name, points in self._within_epochs.items()
             },
-            "examples": self._examples.values().copy(),
+            "examples": self._examples.numbers(),
             "epoch_seconds": time.perf_counter() - self._epoch_start_time,
             "first_steps_seconds": self._first_steps_seconds(),
         }
@@ -139,24 +142,21 @@ class Recorder:
         """Restores the state from a checkpoint; the history continues from there."""
         self._first_step = state["first_step"]
         self._steps_begin = state["steps_begin"]
-        skipped_steps = 0
+        self._examples = _Column(state["examples"])
+        skipped = 0
         if not self._keeps_steps:
             # The checkpoint may have been saved by a fit that keeps the steps of earlier epochs.
-            saved_steps = max(map(len, state["steps"].values()), default=0)
-            skipped_steps = saved_steps - len(state["examples"])
-            self._steps_begin += skipped_steps
+            skipped = max(map(len, state["steps"].values()), default=0) - len(state["examples"])
+            self._steps_begin += skipped
         self._steps, self.latest = {}, {}
-        for name, values in state["steps"].items():
+        for name, numbers in state["steps"].items():
             if name in state["kinds"]:
                 name = getattr(_log_values, state["kinds"][name])(name)
-            column = self._steps[name] = _Column(values[skipped_steps:])
-            for begin, end in state["missing"][name]:
-                column.missing.append((max(0, begin - skipped_steps), max(0, end - skipped_steps)))
-            if len(values) > skipped_steps:
-                self.latest[name] = to_floats(values[-1])
+            self._steps[name] = _Column(numbers[skipped:], state["reported"][name][skipped:])
+            if len(numbers) > skipped:
+                self.latest[name] = to_floats(numbers[-1])
         self._epochs = state["epochs"]
         self._within_epochs = state["within_epochs"] if self._keeps_steps else {}
-        self._examples = _Column(state["examples"])
         self._epoch_start_time = time.perf_counter() - state["epoch_seconds"]
         self._saved_first_steps_seconds = state["first_steps_seconds"]
 
@@ -176,7 +176,7 @@ class Recorder:
         columns = self._steps if self._keeps_steps else {}
         nan = float("nan")
         return History(
-            steps={str(name): column.values()[:count].copy() for name, column in columns.items()},
+            steps={str(name): column.numbers()[:count] for name, column in columns.items()},
             epochs={name: _stack([values.get(name, nan) for values in epochs]) for name in names},
             within_epochs=within_epochs,
             first_steps_seconds=self._first_steps_seconds(),
@@ -185,66 +185,63 @@ class Recorder:
         )
 
     def _first_steps_seconds(self) -> float:
-        """Returns the time of this process, or of an earlier one if this process took no step."""
         has_steps = not np.isnan(self.first_steps_seconds)
         return self.first_steps_seconds if has_steps else self._saved_first_steps_seconds
 
-    def _end_epoch(self, metrics: dict[str, Any]) -> dict[str, Any]:
-        """Returns the values of an epoch: its metrics, and the means of its logs."""
-        examples, values = self._examples.values(), dict(metrics)
-        self._examples = _Column(np.zeros(0))
+    def _means(self) -> dict[str, Any]:
+        """Returns the means of the logs of an epoch, weighted by the examples of the steps."""
+        examples, means = self._examples.numbers(), dict[str, Any]()
         n = len(examples)
-        if n:
-            rows = {name: x.values()[-n:] for name, x in self._steps.items()}
-            for name, x in rows.items():
-                has_value = self._steps[name].has_value()[-n:]
-                # The weights are those of the other logs; another epoch may have had this log.
-                if isinstance(name, SumOfWeights) or not has_value.any():
-                    continue
-                if isinstance(name, LastValue):
-                    values[str(name)] = to_floats(x[has_value][-1])
-                else:
-                    weights = _weights(name, rows, examples, has_value)
-                    values[name] = to_floats(_mean(name, x.astype(np.float64), weights))
-        return dict(sorted(values.items(), key=_rank))
+        rows = {name: column.numbers()[-n:] for name, column in self._steps.items()} if n else {}
+        for name, x in rows.items():
+            is_reported = self._steps[name].is_reported()[-n:]
+            # The weights are those of the other logs; another epoch may have had this log.
+            if isinstance(name, SumOfWeights) or not is_reported.any():
+                continue
+            if isinstance(name, LastValue):
+                means[str(name)] = to_floats(x[is_reported][-1])
+            else:
+                weights = _weights(name, rows, examples, is_reported)
+                means[name] = to_floats(_mean(name, x.astype(np.float64), weights))
+        return means
 
 
 def _weights(
-    name: str, rows: dict[str, np.ndarray], examples: np.ndarray, has_value: np.ndarray
+    name: str, rows: dict[str, np.ndarray], examples: np.ndarray, is_reported: np.ndarray
 ) -> np.ndarray:
     """Returns the weight of each step in the mean of a log, `[steps, 1]` or `[steps, members]`.
 
     A step's weight is its sum of weights if the loss is divided by one, otherwise its number of
     examples. Skipped steps have weight 0, unless all steps were skipped.
     """
-    counts = examples.reshape(-1, 1)
+    counts = examples[:, None]
     for sums in _log_values.nearest(name, [x for x in rows if isinstance(x, SumOfWeights)]):
         counts = rows[sums].reshape(len(examples), -1)
         # A member that was stopped reports NaN.
         counts = np.where(np.isnan(counts), 1.0, counts)
-    has_value = has_value.reshape(-1, 1)
-    is_applied = has_value
+    is_applied = is_reported[:, None]
     for count in _log_values.skip_counts(name, rows):
         is_applied = is_applied & ~(rows[count].reshape(len(examples), -1) > 0)
-    is_applied = np.where(is_applied.any(0), is_applied, has_value)
+    is_applied = np.where(is_applied.any(0), is_applied, is_reported[:, None])
     weights: np.ndarray = is_applied * counts
     return np.where(weights.any(0), weights, is_applied)
 
 
-def _mean(name: str, values: np.ndarray, weights: np.ndarray) -> Any:
+def _mean(name: str, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Returns the weighted mean over steps; values with weight 0 may be NaN."""
-    if weights.shape[1] > 1:
-        members = zip(values.T, weights.T, strict=True)
-        return np.array([_mean(name, x, weight.reshape(-1, 1)) for x, weight in members])
-    if weights.sum() == 0:
+    members = values.reshape(len(values), -1)
+    weights = np.broadcast_to(weights, members.shape)
+    totals = weights.sum(0)
+    if not totals.all():
         warn(
             f"{name}: expected weights with a sum other than 0 in each epoch, got weights from "
             f"{weights.min():.4g} to {weights.max():.4g}. Its mean is NaN. Pass weights that are "
             "not negative."
         )
-        return np.full(values.shape[1:], np.nan)
-    has_weight = weights[:, 0] != 0
-    return np.average(values[has_weight], 0, weights[has_weight, 0])
+    sums = np.sum(np.where(weights == 0, 0.0, members) * weights, axis=0)
+    means = np.full(len(totals), np.nan)
+    np.divide(sums, totals, out=means, where=totals != 0)
+    return means.reshape(values.shape[1:])
 
 
 def _warn_of_arrays(rows: PyTree, is_population: bool) -> None:
@@ -263,46 +260,46 @@ def _warn_of_arrays(rows: PyTree, is_population: bool) -> None:
 
 
 class _Column:
-    """An array that grows at its end. It holds copies: a view would keep device buffers alive."""
+    """The numbers of a log, one for each step: NaN where the step did not report it.
 
-    def __init__(self, numbers: np.ndarray) -> None:
-        self._buffer, self._length = numbers.copy(), len(numbers)
-        # The beginnings and ends of the steps that have no number.
-        self.missing: list[tuple[int, int]] = []
+    They are copies: a view would keep device buffers alive.
+    """
 
-    def extend(self, numbers: np.ndarray) -> None:
+    def __init__(self, *first: np.ndarray) -> None:
+        self._numbers: list[np.ndarray] = []
+        self._is_reported: list[np.ndarray] = []
+        if first:
+            self.extend(*first)
+
+    def extend(self, numbers: np.ndarray, is_reported: np.ndarray | None = None) -> None:
         """Appends numbers."""
-        if numbers.dtype != self._buffer.dtype:
-            # The log of another program may have another dtype.
-            self._buffer, numbers = self._buffer.astype(np.float64), numbers.astype(np.float64)
-        end = self._length + len(numbers)
-        # Grows by half of its size, so that appending takes constant time on average.
-        if end > len(self._buffer):
-            size = max(end, 64, 3 * len(self._buffer) // 2)
-            larger = np.empty((size, *numbers.shape[1:]), self._buffer.dtype)
-            larger[: self._length] = self.values()
-            self._buffer = larger
-        self._buffer[self._length : end] = numbers
-        self._length = end
+        flags = np.ones(len(numbers), bool) if is_reported is None else is_reported
+        self._numbers.append(numbers.copy())
+        self._is_reported.append(flags)
+        if len(self._numbers) > _MAX_PARTS:
+            self._numbers, self._is_reported = [self.numbers()], [self.is_reported()]
 
-    def extend_missing(self, count: int) -> None:
-        """Appends NaN for steps that did not report the number."""
+    def extend_missing(self, count: int, like: np.ndarray | None = None) -> None:
+        """Appends NaN for steps that did not report the number, of the shape of others."""
         if count:
-            self.missing.append((self._length, self._length + count))
-            is_integer = self._buffer.dtype.kind in "biu"
-            dtype = np.float64 if is_integer else self._buffer.dtype
-            self.extend(np.full((count, *self._buffer.shape[1:]), np.nan).astype(dtype))
+            like = self._numbers[-1] if like is None else like
+            dtype = np.float64 if like.dtype.kind in "biu" else like.dtype
+            numbers = np.full((count, *like.shape[1:]), np.nan).astype(dtype)
+            self.extend(numbers, np.zeros(count, bool))
 
-    def has_value(self) -> np.ndarray:
+    def numbers(self) -> np.ndarray:
+        """Returns all numbers so far in a new array; another dtype of some makes it float64."""
+        dtypes = {x.dtype for x in self._numbers}
+        numbers = np.concatenate(self._numbers or [np.zeros(0)])
+        return numbers.astype(np.float64) if len(dtypes) > 1 else numbers
+
+    def is_reported(self) -> np.ndarray:
         """Returns `bool[steps]`, False for the steps that did not report the number."""
-        has_value = np.ones(self._length, bool)
-        for begin, end in self.missing:
-            has_value[begin:end] = False
-        return has_value
+        return np.concatenate(self._is_reported or [np.zeros(0, bool)])
 
-    def values(self) -> np.ndarray:
-        """Returns a view of all numbers so far."""
-        return self._buffer[: self._length]
+
+# A column of more parts is made one: an array for each step would take much memory.
+_MAX_PARTS = 1024
 
 
 def _stack(values: Sequence[Any]) -> np.ndarray:
@@ -311,7 +308,6 @@ def _stack(values: Sequence[Any]) -> np.ndarray:
     return np.stack(np.broadcast_arrays(*values))
 
 
-def _rank(item: tuple[str, Any]) -> tuple[int, str]:
+def _rank(name: str) -> tuple[int, str]:
     """Returns a sort key that puts the loss first and the learning rate last."""
-    name = item[0].split("/")[-1]
-    return {"loss": 0, "learning_rate": 2}.get(name, 1), item[0]
+    return {"loss": 0, "learning_rate": 2}.get(name.split("/")[-1], 1), name

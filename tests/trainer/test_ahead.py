@@ -86,7 +86,7 @@ def test_so_is_what_a_hook_cannot_evaluate() -> None:
     with pytest.raises(TypeError) as error:
         fit(hooks=[hook])
     assert fit.steps == 0
-    assert "outputs float32[8, 2] and labels float32[8, 2]" in error.value.__notes__[0]
+    assert "got float32[8, 2] and float32[8, 2]" in error.value.__notes__[0]
     assert any("evaluation of data was traced" in note for note in error.value.__notes__)
 
 
@@ -189,7 +189,7 @@ def test_an_uncompiled_step_is_not_traced_to_find_out() -> None:
 def test_a_csv_file_that_cannot_be_written_is_found_before_the_first_step(below, tmp_path) -> None:
     (tmp_path / "file").touch()
     fit = Fit()
-    with pytest.raises(OSError, match=r"path: expected a file that can be written, got .*No step"):
+    with pytest.raises(OSError, match=below or "directory"):
         fit(hooks=[ft.hooks.CSVLogger(tmp_path / below)])
     assert fit.steps == 0
 

@@ -81,7 +81,7 @@ def test_with_epochs_alone_neither_memory_nor_checkpoints_grow_with_the_steps(
         recorder.after(event)
         recorder.before(ft.events.EpochEnd(position=at, state=()))
         columns = [*recorder._steps.values(), recorder._examples]
-        held.append((sum(len(x._buffer) for x in columns), len(recorder._within_epochs)))
+        held.append((sum(len(x.numbers()) for x in columns), len(recorder._within_epochs)))
     assert held == [(0, 0)] * 50
 
 
