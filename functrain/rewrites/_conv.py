@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
 
@@ -76,7 +75,7 @@ class Sizes(NamedTuple):
         return sums * math.prod(self.window) * self.channels
 
 
-def conv_sizes(eqn: core.JaxprEqn) -> Sizes | None:
+def conv_sizes(eqn: JaxprEqn) -> Sizes | None:
     """Returns the sizes of a convolution if it may be rewritten, otherwise None.
 
     A convolution may be rewritten if it is of real floats of 16 bits or more, with sizes that are
@@ -97,7 +96,7 @@ def conv_sizes(eqn: core.JaxprEqn) -> Sizes | None:
     return Sizes(batch, tuple(image), inputs, tuple(window), features, tuple(positions))
 
 
-def ungrouped_sizes(eqn: core.JaxprEqn) -> Sizes | None:
+def ungrouped_sizes(eqn: JaxprEqn) -> Sizes | None:
     """Returns the sizes of an ungrouped convolution that may be rewritten, otherwise None."""
     is_ungrouped = eqn.params["feature_group_count"] == eqn.params["batch_group_count"] == 1
     return conv_sizes(eqn) if is_ungrouped else None
@@ -132,31 +131,30 @@ def is_weight_gradient(params: dict[str, Any]) -> bool:
 class Groups(NamedTuple):
     """The sizes of a grouped convolution that its rewrites depend on.
 
+    With G groups of features lhs is `[N, *S, G I]` and rhs `[*W, I, G O]`; with G groups of the
+    batch, as in the gradient of the weights, lhs is `[G N, *S, I]`.
+
     Attributes:
-      num_groups: G. With groups of features lhs is `[N, *S, G I]` and rhs `[*W, I, G O]`; with
-        groups of the batch lhs is `[G N, *S, I]`.
-      by_batch: Whether the batch is grouped, as in the gradient of the weights, or the features.
       sides: The two sizes of the product of one group and tap: `(I, O)`, or by batch `(N, O)`.
       taps: The taps of the layer's kernel: `prod(W)`, or by batch `prod(S')`, since the result of
         that gradient has the shape of the kernel.
     """
 
-    num_groups: int
-    by_batch: bool
     sides: tuple[int, int]
     taps: int
 
 
-def conv_groups(eqn: core.JaxprEqn) -> Groups | None:
+def conv_groups(eqn: JaxprEqn) -> Groups | None:
     """Returns the groups of a grouped convolution that may be rewritten, otherwise None."""
-    params, sizes = eqn.params, conv_sizes(eqn)
-    by_batch = params["batch_group_count"] > 1
-    count = params["batch_group_count"] if by_batch else params["feature_group_count"]
-    if sizes is None or count == 1:
+    sizes, params = conv_sizes(eqn), eqn.params
+    if sizes is None:
         return None
-    side = sizes.batch // count if by_batch else sizes.channels
-    window = sizes.positions if by_batch else sizes.window
-    return Groups(count, by_batch, (side, sizes.features // count), math.prod(window))
+    if (count := params["batch_group_count"]) > 1:
+        sides = sizes.batch // count, sizes.features // count
+        return Groups(sides, math.prod(sizes.positions))
+    if (count := params["feature_group_count"]) > 1:
+        return Groups((sizes.channels, sizes.features // count), math.prod(sizes.window))
+    return None
 
 
 def output_sizes(

@@ -39,8 +39,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import at_least_float32
 from functrain.rewrites._equations import are_floats, avals, is_sharded
@@ -52,7 +51,7 @@ MIN_LENGTH = 32
 MAX_LENGTH = 2**24
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     x, (axis,) = avals(eqn)[0], eqn.params["axes"]
     if not are_floats(x) or any(map(is_sharded, avals(eqn))):
         return False

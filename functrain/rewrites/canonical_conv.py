@@ -18,8 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import (
     canonical_numbers,
@@ -32,7 +31,7 @@ from functrain.rewrites._equations import are_floats, avals, is_sharded, is_shar
 from functrain.rewrites._rewrite import Rewrite
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     params = eqn.params
     return (
         params["feature_group_count"] == params["batch_group_count"] == 1
@@ -46,7 +45,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     return from_canonical(conv(*to_canonical(lhs, rhs, numbers), **params), numbers)
 
 
-def _is_exact(eqn: core.JaxprEqn) -> bool:
+def _is_exact(eqn: JaxprEqn) -> bool:
     # If the operands have two dtypes, XLA converts them first and may not round the input.
     # 8-bit floats are rounded at varying points, too. Complex numbers have not been examined.
     return are_floats(*avals(eqn)) and len({aval.dtype for aval in avals(eqn)}) == 1
@@ -62,7 +61,7 @@ canonical_conv = Rewrite(
 )
 
 
-def _has_groups_of_floats(eqn: core.JaxprEqn) -> bool:
+def _has_groups_of_floats(eqn: JaxprEqn) -> bool:
     # For other dtypes the last bits change, because XLA rounds at other points on the way.
     types = avals(eqn)
     return (

@@ -36,8 +36,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import are_wide_floats, avals
 from functrain.rewrites._rewrite import Rewrite
@@ -49,7 +48,7 @@ MIN_PRODUCTS = 2**16
 MAX_NARROW_SIDE = 32
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     """Returns True if both operands are contracted over all their leading axes, as x and g are."""
     (lhs_contracted, rhs_contracted), (batch, _) = eqn.params["dimension_numbers"]
     lhs, rhs, out = avals(eqn)

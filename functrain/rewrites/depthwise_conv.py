@@ -32,8 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import (
     at_least_float32,
@@ -62,7 +61,7 @@ SUMS_PER_PASS = 25
 MAX_TERMS = 32
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     groups = conv_groups(eqn)
     return (
         groups is not None

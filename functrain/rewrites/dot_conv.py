@@ -37,8 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import from_canonical, is_weight_gradient, ungrouped_sizes
 from functrain.rewrites._rewrite import Rewrite
@@ -47,7 +46,7 @@ from functrain.rewrites._rewrite import Rewrite
 NARROW = 8
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     sizes, params = ungrouped_sizes(eqn), eqn.params
     if sizes is None:
         return False

@@ -26,8 +26,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
 from functrain.rewrites._rewrite import Rewrite
@@ -39,7 +38,7 @@ _MIN_PRODUCTS = 2**24
 _LANES = 128
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     sizes, params = ungrouped_sizes(eqn), eqn.params
     if sizes is None or len(sizes.window) != 2 or min(sizes.window) == 1:
         return False

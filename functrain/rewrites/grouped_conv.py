@@ -22,8 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import (
     conv,
@@ -35,7 +34,7 @@ from functrain.rewrites._conv import (
 from functrain.rewrites._rewrite import Rewrite
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     # If one side is 1, the convolution is depthwise: depthwise_conv computes it, or XLA does.
     groups = conv_groups(eqn)
     return groups is not None and min(groups.sides) > 1

@@ -21,8 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import are_floats, avals, is_sharded
 from functrain.rewrites._rewrite import Rewrite
@@ -31,7 +30,7 @@ from functrain.rewrites._rewrite import Rewrite
 MAX_BYTES = 2**21
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     """Returns True for one index into the last axis for each row, as of `jnp.take_along_axis`."""
     operand, indices = avals(eqn)[:2]
     *rows, last = range(max(operand.ndim, 1))

@@ -43,8 +43,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import at_least_float32, dilated_size, zeros_for_sum
 from functrain.rewrites._equations import are_floats, avals, is_sharded
@@ -54,7 +53,7 @@ from functrain.rewrites._rewrite import Rewrite
 MAX_TAPS = 27
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     params = eqn.params
     return (
         params["select_prim"] is primitives.ge_p

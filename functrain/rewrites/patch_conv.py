@@ -14,8 +14,6 @@ They are used for
   shifts are used.
 - a transposed kernel, if there are no more pixels in the batch than channels: shifts do not
   transpose it.
-- few features, by shifts, since few products are shifted. For float32 images with many channels,
-  XLA's kernel is faster.
 
 `benchmarks/upstream/patch_conv.py` reproduces the first of them.
 
@@ -31,9 +29,6 @@ features:
     16 4 512 3 512            (kept)                      12 -> 7.6
     4 7 512 3 512             (kept)                      12 -> 6.9
     64 3 64 3 64              (kept: 0.30, with a product 0.32)
-    16 56 8 3 4               3.0 -> 0.8
-    16 32 16 3 3              1.6 -> 0.44
-    256 7 256 5 4, bfloat16   8.5 -> 3.6                  5.3 -> 4.3
 
 The sums may be computed in another order, which changes the last bits.
 """
@@ -48,8 +43,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import (
     Sizes,
@@ -62,33 +56,27 @@ from functrain.rewrites._conv import (
     to_canonical,
     ungrouped_sizes,
 )
-from functrain.rewrites._equations import avals, is_sharded
+from functrain.rewrites._equations import is_sharded
 from functrain.rewrites._rewrite import Rewrite
 
 # Each tap is a slice in the program.
 MAX_TAPS = 64
 # The most bytes of patches, or of products to be shifted, that are made at a time.
 MAX_BYTES = 2**26
-# So few features that few products are shifted.
-FEW_FEATURES = 4
-# XLA's kernel for float32 images is fast for more channels than that.
-FEW_CHANNELS = 16
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     sizes = ungrouped_sizes(eqn)
-    return sizes is not None and _method(sizes, eqn.params, avals(eqn)[0].dtype) is not None
+    return sizes is not None and _method(sizes, eqn.params) is not None
 
 
-def _method(sizes: Sizes, params: dict[str, Any], dtype: Any) -> Callable[..., jax.Array] | None:
+def _method(sizes: Sizes, params: dict[str, Any]) -> Callable[..., jax.Array] | None:
     """Returns the way to compute a convolution, or None if XLA's kernel is faster."""
     # Patches would contain the holes.
     if is_weight_gradient(params) or math.prod(params["lhs_dilation"]) > 1:
         return None
     if not 1 < math.prod(sizes.window) <= MAX_TAPS:
         return None
-    if _has_few_features(sizes, params, dtype):
-        return _sum_of_shifts
     if not _is_kernel_large(sizes, params):
         return None
     return _sum_of_shifts if _avoids_transpose(sizes, params) else _product_of_patches
@@ -111,15 +99,6 @@ def _avoids_transpose(sizes: Sizes, params: dict[str, Any]) -> bool:
     return bool(out_axis < in_axis) and math.prod(sizes.image) <= math.prod(sizes.positions)
 
 
-def _has_few_features(sizes: Sizes, params: dict[str, Any], dtype: Any) -> bool:
-    """Returns True if few products are shifted, and XLA has no fast kernel."""
-    if sizes.features > FEW_FEATURES or math.prod(params["window_strides"]) > 1:
-        return False
-    is_fast = dtype.itemsize > 2 and len(sizes.image) == 2 and sizes.channels > FEW_CHANNELS
-    products = sizes.batch * math.prod(sizes.image) * math.prod(sizes.window) * sizes.features
-    return not is_fast and products * 4 <= MAX_BYTES
-
-
 def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
     image, kernel = to_canonical(lhs, rhs, numbers)
@@ -128,7 +107,7 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     positions = tuple(conv_positions(pixels, window, params))
     sizes = Sizes(len(image), pixels, channels, tuple(window), features, positions)
     # Benchmarks also replace convolutions to which the rewrite does not apply, by patches.
-    method = _method(sizes, params, lhs.dtype) or _product_of_patches
+    method = _method(sizes, params) or _product_of_patches
     product = functools.partial(
         lax.dot_general,
         precision=params["precision"],

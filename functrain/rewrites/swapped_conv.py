@@ -28,8 +28,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import (
     conv,
@@ -43,7 +42,7 @@ from functrain.rewrites._conv import (
 from functrain.rewrites._rewrite import Rewrite
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     sizes, params = ungrouped_sizes(eqn), eqn.params
     return (
         sizes is not None

@@ -29,8 +29,7 @@ bits.
 from typing import Any
 
 import jax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import avals, has_known_sizes, nbytes, walk_equations
 from functrain.rewrites._pass import rewrite_jaxpr
@@ -46,7 +45,7 @@ MAX_VALUE_BYTES = 2**21
 _RANDOM_EQUATIONS = 100
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     length, body = eqn.params["length"], eqn.params["jaxpr"]
     # The length may be a symbol, as in a shape-polymorphic export. Another `unroll` is the user's
     # choice.

@@ -24,8 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import (
     conv,
@@ -44,7 +43,7 @@ MIN_PRODUCTS = 2**16
 _PARAMS_BY_AXIS = ("padding", "window_strides", "lhs_dilation", "rhs_dilation")
 
 
-def _applies(eqn: core.JaxprEqn) -> bool:
+def _applies(eqn: JaxprEqn) -> bool:
     sizes = ungrouped_sizes(eqn)
     return (
         sizes is not None

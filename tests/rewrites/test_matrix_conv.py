@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 
 from functrain.rewrites import optimize
 from functrain.rewrites.dot_conv import dot_conv
@@ -18,7 +18,6 @@ from . import cases
 
 module = importlib.import_module("functrain.rewrites.patch_conv")
 ANY_SIZE = mock.patch.object(importlib.import_module("functrain.rewrites.dot_conv"), "NARROW", 0)
-ANY_FEATURES = mock.patch.object(module, "FEW_FEATURES", 0)
 ALWAYS = patch_conv._replace(applies=lambda eqn: True)
 
 
@@ -51,25 +50,14 @@ def test_one_tap_with_a_stride_stays(case: Any) -> None:
 @given(cases.convolutions(sides=(4, 4), holes=(1, 1), apart=(1, 2), sizes=(1, 2), pads=(1, 2)))
 def test_a_kernel_larger_than_the_image_is_as_accurate_as_it_was(case: Any) -> None:
     conv, args = case
-    with ANY_FEATURES:
-        cases.check_accuracy(cases.all_three(conv), args, dot_conv, ALWAYS)
+    cases.check_accuracy(cases.all_three(conv), args, dot_conv, ALWAYS)
 
 
 @cases.drawn(4)
 @given(cases.convolutions(sides=(4, 4)))
 def test_any_convolution_may_take_patches(case: Any) -> None:
     conv, args = case
-    with ANY_FEATURES:
-        cases.check_accuracy(cases.all_three(conv), args, ALWAYS)
-
-
-@cases.drawn(4)
-@given(cases.convolutions(sides=(5, 4), holes=(1, 1), windows=(2, 3), strides=(1, 1)))
-def test_few_features_are_as_accurate_as_they_were(case: Any) -> None:
-    conv, args = case
-    fn = cases.all_three(conv)
-    assume(any(cases.takes(patch_conv, fn, *args)))
-    cases.check_accuracy(fn, args, patch_conv)
+    cases.check_accuracy(cases.all_three(conv), args, ALWAYS)
 
 
 LAYERS = {
@@ -136,29 +124,6 @@ def test_patches_are_for_kernels_larger_than_the_image() -> None:
     # Few pixels: the kernel would be transposed for the gradient of the input.
     assert taken(4, 3, batch=2) == [False, False, True]
     assert taken(4, 1, batch=2) == [False, False, False]
-
-
-def taken_by_size(image: tuple[int, ...], features: int, **options: Any) -> list[bool]:
-    """Whether a layer with three taps along each axis, and its gradients, take patch_conv."""
-    dtype = options.pop("dtype", jnp.float32)
-    conv, x, w = cases.layer(image, (*[3] * (len(image) - 2), image[-1], features), **options)
-    x, w = x.astype(dtype), w.astype(dtype)
-    fn, g = cases.all_three(conv), jnp.ones(jax.eval_shape(conv, x, w).shape, dtype)
-    return cases.takes(patch_conv, fn, x, w, g)
-
-
-def test_products_for_few_features_are_shifted() -> None:
-    assert taken_by_size((4, 8, 8, 16), 4) == [True, False, False]
-    assert taken_by_size((4, 8, 8, 4), 4) == [True, False, True]
-    assert taken_by_size((4, 8, 8, 16), 5) == [False, False, False]
-    # XLA has a fast kernel for many channels of images.
-    assert taken_by_size((4, 8, 8, 17), 4) == [False, False, False]
-    assert taken_by_size((4, 8, 17), 4) == [True, False, False]
-    assert taken_by_size((4, 8, 8, 17), 4, dtype=jnp.bfloat16)[0]
-    # Shifts would compute products that no position of a strided window sees.
-    assert taken_by_size((4, 8, 8, 16), 4, window_strides=(2, 2)) == [False, False, False]
-    with mock.patch.object(module, "MAX_BYTES", 4 * 8 * 8 * 9 * 4 * 4 - 1):
-        assert taken_by_size((4, 8, 8, 16), 4) == [False, False, False]
 
 
 def test_images_with_holes_take_no_patches() -> None:
