@@ -117,55 +117,46 @@ class _Rules:
     def __call__(
         self, path: str, x: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh, /
     ) -> PartitionSpec:
-        for pattern, rule in self._patterns.items():
-            if matches(pattern, path):
-                return rule if isinstance(rule, PartitionSpec) else rule(path, x, mesh)
-        raise ValueError(
-            f"{path}: expected a rule for this leaf, {spec(x)}, got none among "
-            f"{sorted(self._patterns)}. Add one for all remaining leaves, "
-            '"**": functrain.sharding.replicated.'
-        )
+        pattern = self._first_match(path)
+        if pattern is None:
+            raise ValueError(
+                f"{path}: expected a rule for this leaf, {spec(x)}, got none among "
+                f"{sorted(self._patterns)}. Add one for all remaining leaves, "
+                '"**": functrain.sharding.replicated.'
+            )
+        rule = self._patterns[pattern]
+        return rule if isinstance(rule, PartitionSpec) else rule(path, x, mesh)
+
+    def _first_match(self, path: str) -> str | None:
+        return next((pattern for pattern in self._patterns if matches(pattern, path)), None)
 
     def require_use(self, paths: Collection[str]) -> None:
         """Raises ValueError if a pattern other than `**` is not the first one to match any leaf.
 
         The same holds for `rules` within these.
         """
-        uses: dict[int, tuple[_Rules, list[str]]] = {}
-        self._collect_uses(paths, uses)
-        for used, its_paths in uses.values():
-            used._require_own_use(its_paths)
-
-    def _collect_uses(
-        self, paths: Collection[str], uses: dict[int, tuple["_Rules", list[str]]]
-    ) -> None:
-        """Adds the leaves that these rules get, and those of the rules within, by their id."""
+        first_matches = {path: self._first_match(path) for path in paths}
         # All leaves together: if several patterns share rules, each may need another part of them.
-        uses.setdefault(id(self), (self, []))[1].extend(paths)
-        unmatched = list(paths)
+        paths_by_rules: dict[_Rules, list[str]] = {}
+        lines = []
         for pattern, rule in self._patterns.items():
-            matching = [path for path in unmatched if matches(pattern, path)]
-            unmatched = [path for path in unmatched if not matches(pattern, path)]
-            if matching and isinstance(rule, _Rules):
-                rule._collect_uses(matching, uses)
-
-    def _require_own_use(self, paths: Collection[str]) -> None:
-        """Raises as `require_use`, for the patterns of these rules alone."""
-        lines, unmatched = [], set(paths)
-        for pattern in self._patterns:
-            matching = {path for path in paths if matches(pattern, path)}
-            if not matching:
-                # Most likely a misspelled path.
-                lines.append(f"{pattern}: perhaps {', '.join(closest_patterns(pattern, paths))}")
-            elif not matching & unmatched and pattern != "**":
-                lines.append(f"{pattern}: all of its leaves match earlier patterns")
-            unmatched -= matching
+            matching = [
+                path for path, first_match in first_matches.items() if first_match == pattern
+            ]
+            if isinstance(rule, _Rules):
+                paths_by_rules.setdefault(rule, []).extend(matching)
+            if not matching and pattern != "**":
+                # Most likely a misspelled path, or a pattern behind a wider one.
+                similar = ", ".join(closest_patterns(pattern, paths))
+                lines.append(f"{pattern}: perhaps {similar}")
         require_no_problems(
             "rules",
             lines,
             "each pattern to be the first one that matches at least one leaf",
             "The first matching pattern counts: put narrower patterns first.",
         )
+        for rules_within, its_paths in paths_by_rules.items():
+            rules_within.require_use(its_paths)
 
 
 def require_fitting_spec(
