@@ -86,32 +86,31 @@ def layout_of_state(model: keras.Layer, params: PyTree, model_state: PyTree = No
     paths differ in any other way, the layout has those of the model. Without a `model_state` only
     the paths of params are those of the state.
     """
-    own = layout(model)
+    original = layout(model)
     if model_state is None:
-        return own._replace(params=_paths_in_state(own.params, params))
+        return original._replace(params=_paths_in_state(original.params, params))
     # The numbers of a layer are the same in both trees, and are counted over both.
-    variables = {("params", *path): variable for path, variable in own.params.items()}
-    variables |= {("model_state", *path): v for path, v in own.model_state.items()}
-    found = _paths_in_state(variables, {"params": params, "model_state": model_state})
-    new_paths = dict(zip(variables, found, strict=True))
+    variables = {("params", *path): variable for path, variable in original.params.items()}
+    variables |= {("model_state", *path): v for path, v in original.model_state.items()}
+    by_path = _paths_in_state(variables, {"params": params, "model_state": model_state})
+    new_paths = dict(zip(variables, by_path, strict=True))
     return Layout(
-        {new_paths["params", *path][1:]: variable for path, variable in own.params.items()},
-        {new_paths["model_state", *path][1:]: v for path, v in own.model_state.items()},
-        tuple(new_paths["model_state", *path][1:] for path in own.seeds),
+        {path[1:]: variable for path, variable in by_path.items() if path[0] == "params"},
+        {path[1:]: variable for path, variable in by_path.items() if path[0] == "model_state"},
+        tuple(new_paths["model_state", *path][1:] for path in original.seeds),
     )
 
 
 def _paths_in_state(variables: Mapping[Path, Any], tree: PyTree) -> dict[Path, Any]:
-    """Returns variables by their paths in a tree; by their own if the tree does not match."""
+    """Returns variables by their paths in a tree; by those given if the tree does not match."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    paths = {_tree.keys(path) for path, _ in leaves}
-    if paths == variables.keys():
+    tree_paths = [_tree.keys(path) for path, _ in leaves]
+    if set(tree_paths) == variables.keys():
         return dict(variables)
-    by_number, own_by_number = map(_names.numbered_alike, (paths, variables))
-    if by_number.keys() != own_by_number.keys():
+    by_number, variables_by_number = map(_names.numbered_alike, (tree_paths, variables))
+    if by_number.keys() != variables_by_number.keys():
         return dict(variables)
-    new_paths = {own: by_number[key] for key, own in own_by_number.items()}
-    return {new_paths[path]: variable for path, variable in variables.items()}
+    return {by_number[key]: variables[path] for key, path in variables_by_number.items()}
 
 
 def _walk(node: Any, path: Path, visited_ids: set[int]) -> Iterator[tuple[Path, Any]]:

@@ -11,7 +11,7 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
-from functrain.internal import PyTree, is_frozen, is_lora, require, require_one_of
+from functrain.internal import PyTree, is_frozen, is_lora, require_one_of
 
 
 class HasVariables(Protocol):
@@ -85,10 +85,11 @@ def to_keras(
         )
         state = SimpleNamespace(params=params, model_state=model_state)
         optimizer = "leave"
-    has_variables = hasattr(state, "params") and hasattr(state, "model_state")
-    expected = "a TrainState, or anything with .params and .model_state"
-    advice = "The order is bridge.to_keras(state, model)."
-    require(has_variables, "state", expected, state, advice, error=TypeError)
+    if not (hasattr(state, "params") and hasattr(state, "model_state")):
+        raise TypeError(
+            "state: expected a TrainState, or anything with .params and .model_state, got "
+            f"{type(state).__name__}. The order is bridge.to_keras(state, model)."
+        )
     if is_frozen(state) or is_lora(state):
         merge = "merge_lora" if is_lora(state) else "merge_frozen"
         raise ValueError(
