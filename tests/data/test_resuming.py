@@ -55,9 +55,9 @@ def map_dataset(seed: int = 1, batch_size: int = 5, rows: Any = None, drop: bool
     return source.shuffle(seed=seed).batch(batch_size, drop_remainder=drop)
 
 
-def iter_dataset(passes: int = 2) -> Any:
+def iter_dataset(batch_size: int = 5) -> Any:
     shuffled = grain.MapDataset.source(Rows()).seed(4).shuffle()
-    return shuffled.repeat(passes).to_iter_dataset().batch(5)
+    return shuffled.repeat(2).to_iter_dataset().batch(batch_size)
 
 
 def data_loader(seed: int = 3, batch_size: int = 5, workers: int = 0) -> Any:
@@ -72,10 +72,15 @@ def batches(batch_size: int = 5, rows: np.ndarray = X) -> list[np.ndarray]:
     return list(Opaque(batch_size, rows))
 
 
+def noisy(batch: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return batch + rng.normal(size=batch.shape).astype(np.float32)
+
+
 EXACT = {
     "ArrayLoader": lambda: ft.ArrayLoader(X, 5, shuffle=True, seed=2),
     "ArrayLoader, on the device": lambda: ft.ArrayLoader(X, 5, shuffle=True, placement="device"),
     "ArrayLoader, remainder dropped": lambda: ft.ArrayLoader(X, 5, drop_remainder=True),
+    "ArrayLoader, transform": lambda: ft.ArrayLoader(X, 5, shuffle=True, transform=noisy),
     "list": batches,
     "grain.MapDataset": map_dataset,
     "grain.MapDataset, remainder dropped": lambda: map_dataset(drop=True),
@@ -180,76 +185,42 @@ def test_nothing_is_said_of_an_iterable_that_begins_an_epoch(tmp_path: pathlib.P
     assert bits(trained(Opaque(), ft.Checkpointer(tmp_path))) == bits(trained(Opaque()))
 
 
-CHANGED = {
-    "ArrayLoader, batch size": (
-        lambda: ft.ArrayLoader(X, 5),
-        lambda: ft.ArrayLoader(X, 6),
-        "batch_size: saved with 5, now 6",
-    ),
-    "ArrayLoader, seed": (
-        lambda: ft.ArrayLoader(X, 5, shuffle=True),
-        lambda: ft.ArrayLoader(X, 5, shuffle=True, seed=1),
+def loader(rows: np.ndarray = X, batch_size: int = 5, **more: Any) -> ft.ArrayLoader:
+    return ft.ArrayLoader(rows, batch_size, **more)
+
+
+OTHER_BATCH = r"batch: saved with float32\[5, 3\], now float32\[6, 3\]"
+OTHER_NUMBERS = "the (first|last) batch: saved"
+CHANGED: dict[str, tuple[Any, Any, str]] = {
+    "batch size": (loader, lambda: loader(batch_size=6), "batch_size: saved with 5, now 6"),
+    "seed": (
+        lambda: loader(shuffle=True),
+        lambda: loader(shuffle=True, seed=1),
         "seed: saved with 0, now 1",
     ),
-    "ArrayLoader, length": (
-        lambda: ft.ArrayLoader(X, 5),
-        lambda: ft.ArrayLoader(X[:-1], 5),
-        "examples: saved with 17, now 16",
+    "length": (loader, lambda: loader(X[:-1]), "examples: saved with 17, now 16"),
+    "values": (loader, lambda: loader(X + 1), "of the data: saved with"),
+    "values on the device": (
+        lambda: loader(placement="device"),
+        lambda: loader(X + 1, placement="device"),
+        "of the data: saved with",
     ),
-    "another kind": (
-        lambda: ft.ArrayLoader(X, 5),
-        batches,
-        "data: saved with ArrayLoader, now list",
-    ),
+    "another kind": (loader, batches, "data: saved with ArrayLoader, now list"),
     "list, number": (batches, lambda: batches()[:3], "batches: saved with 4, now 3"),
-    "list, batch size": (
-        lambda: batches(6)[:2],
-        lambda: batches()[:2],
-        r"batch: saved with float32\[6, 3\], now float32\[5, 3\]",
-    ),
-    "list, order": (batches, lambda: batches(rows=X[::-1]), "the (first|last) batch: saved"),
-    "grain, length": (
-        map_dataset,
-        lambda: map_dataset(rows=X[:12]),
-        "batches: saved with 4, now 3",
-    ),
-    "grain, examples": (
-        map_dataset,
-        lambda: map_dataset(rows=X[:-1]),
-        "the (first|last) batch: saved",
-    ),
-    "grain, batch size": (
-        map_dataset,
-        lambda: map_dataset(batch_size=6, drop=True),
-        "batches: saved with 4, now 2",
-    ),
-    "grain, seed": (map_dataset, lambda: map_dataset(seed=2), "the (first|last) batch: saved"),
-    "grain, batch size of an IterDataset": (
-        lambda: iter_dataset(),
-        lambda: grain.MapDataset.source(Rows()).seed(4).shuffle().to_iter_dataset().batch(6),
-        r"the first batch: saved with float32\[5, 3\], now float32\[6, 3\]",
-    ),
+    "list, order": (batches, lambda: batches(rows=X[::-1]), OTHER_NUMBERS),
+    "grain, length": (map_dataset, lambda: map_dataset(rows=X[:12]), "saved with 4, now 3"),
+    "grain, examples": (map_dataset, lambda: map_dataset(rows=X[:-1]), OTHER_NUMBERS),
+    "grain, seed": (map_dataset, lambda: map_dataset(seed=2), OTHER_NUMBERS),
+    "grain.IterDataset": (iter_dataset, lambda: iter_dataset(batch_size=6), OTHER_BATCH),
     "grain.DataLoader, seed": (
         data_loader,
         lambda: data_loader(seed=4),
         "saved state of the data was rejected: ValueError.*Sampler",
     ),
-    "grain.DataLoader, batch size": (
-        data_loader,
-        lambda: data_loader(batch_size=6),
-        r"the first batch: saved with float32\[5, 3\], now float32\[6, 3\]",
-    ),
-    "a user's own, batch size": (
-        Resumable,
-        lambda: Resumable(batch_size=6),
-        r"the first batch: saved with float32\[5, 3\], now float32\[6, 3\]",
-    ),
-    "a user's own, seed": (Resumable, lambda: Resumable(seed=1), "the (first|last) batch: saved"),
-    "a user's own, length": (
-        Resumable,
-        lambda: Resumable(rows=X[:-1]),
-        "the (first|last) batch: saved",
-    ),
+    "grain.DataLoader, batch size": (data_loader, lambda: data_loader(batch_size=6), OTHER_BATCH),
+    "a user's own, batch size": (Resumable, lambda: Resumable(batch_size=6), OTHER_BATCH),
+    "a user's own, seed": (Resumable, lambda: Resumable(seed=1), OTHER_NUMBERS),
+    "a user's own, length": (Resumable, lambda: Resumable(rows=X[:-1]), OTHER_NUMBERS),
 }
 
 

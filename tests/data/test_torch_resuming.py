@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import CheckpointMismatchError
 
 from .lives import NEVER, bits, resumed_from_every_checkpoint, trained
 from .rows import Rows, X
@@ -81,20 +80,3 @@ def test_a_loader_that_draws_its_own_seed_goes_on_with_that(tmp_path: pathlib.Pa
         again = ft.Checkpointer(tmp_path, every=NEVER)
         again.rollback(step)
         assert bits(trained(with_seeds_of_its_own(), again)) == whole
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"batch_size": 6}, "batches: saved with 4, now 3"),
-        ({"batch_size": 6, "rows": X[:12]}, "batches: saved with 4, now 2"),
-        ({"rows": X[::-1].copy()}, "of the first batch: saved"),
-        ({"rows": X[:-1]}, "of the first batch: saved"),
-    ],
-)
-def test_another_loader_is_refused(change: Any, message: str, tmp_path: pathlib.Path) -> None:
-    library()
-    checkpointer = ft.Checkpointer(tmp_path, every=NEVER)
-    trained(loader(), checkpointer, epochs=1)
-    with pytest.raises(CheckpointMismatchError, match=message):
-        trained(loader(**change), checkpointer, epochs=2)
