@@ -82,9 +82,9 @@ def _choose(events: list[Event], outputs: list[Value]) -> NotFinite | None:
     # NaN first: an infinity in the result may be intended, as in a mask.
     nan = [x.nan for x in outputs if x.nan and has_nan(x.array)]
     infinities = [x.infinity for x in outputs if x.infinity and has_infinity(x.array)]
-    made = [event for event in infinities if not event.is_input]
-    if nan or made:
-        return min(nan or made).description
+    operations = [event for event in infinities if not event.is_input]
+    if nan or operations:
+        return min(nan or operations).description
     without_effect = [event for event in events if event.is_nan]
     if without_effect:
         return dataclasses.replace(without_effect[0].description, reaches_output=False)

@@ -79,9 +79,9 @@ class Explanation:
     note: str
 
     def __repr__(self) -> str:
-        others = f"{self.others} equation{'' if self.others == 1 else 's'} without a rewrite."
+        remainder = f"{self.others} equation{'' if self.others == 1 else 's'} without a rewrite."
         if not self.rows:
-            return _wrap(f"{self.note or 'Nothing to rewrite.'} {others if self.others else ''}")
+            return _wrap(f"{self.note or 'Nothing to rewrite.'} {remainder if self.others else ''}")
         lines = [_wrap(line) for line in self.note.splitlines()]
         for row in self.rows:
             lines += [
@@ -90,7 +90,7 @@ class Explanation:
                 _wrap(row.reason, indent="    "),
                 f"    {_repr.shorten_start(row.location, _WIDTH - 4)}",
             ]
-        return "\n".join([*lines, f"And {others}"])
+        return "\n".join([*lines, f"And {remainder}"])
 
 
 def _wrap(text: str, indent: str = "") -> str:
@@ -194,7 +194,7 @@ def _explain(
     """Groups equal equations into rows."""
     primitives_with_rules = {rule.primitive for rule in _optimize.REWRITES}
     groups: dict[tuple[str, ...], list[core.JaxprEqn]] = {}
-    others = 0
+    other_count = 0
     for location in locations:
         eqn = location.eqn
         rule, reason = _verdict(location, rules, is_exact=is_exact)
@@ -203,12 +203,12 @@ def _explain(
             key = eqn.primitive.name, describe_types(eqn), rule, reason
             groups.setdefault(key, []).append(eqn)
         else:
-            others += 1
+            other_count += 1
     rows = [
         Row(name, shapes, len(eqns), rule, reason, describe_location(eqns[0]))
         for (name, shapes, rule, reason), eqns in groups.items()
     ]
-    return Explanation(tuple(rows), others, note)
+    return Explanation(tuple(rows), other_count, note)
 
 
 def _verdict(location: _Location, rules: Sequence[Rewrite], *, is_exact: bool) -> tuple[str, str]:

@@ -94,9 +94,12 @@ class Memory:
 
         It is at most 80 columns wide.
         """
-        others = list(self.leaves.values())[ROWS:]
+        hidden_sizes = list(self.leaves.values())[ROWS:]
         sections = [
-            [*list(self.leaves.items())[:ROWS], (f"other leaves ({len(others)})", sum(others))],
+            [
+                *list(self.leaves.items())[:ROWS],
+                (f"other leaves ({len(hidden_sizes)})", sum(hidden_sizes)),
+            ],
             [(f"{name} (total)", size) for name, size in self.parts.items()],
             [
                 ("state", self.state),
@@ -109,7 +112,7 @@ class Memory:
             ],
             [("total", self.total)],
         ]
-        if not others:
+        if not hidden_sizes:
             sections[0].pop()
         rows = [
             [(_repr.shorten_start(name, 60), _repr.format_bytes(size)) for name, size in section]

@@ -35,7 +35,7 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
       device holds, followed by its bytes. The last lines are the total bytes on the devices.
 
     Raises:
-      ValueError: The structure of the shardings is not that of the state.
+      ValueError: The structure of the shardings is not that of the state (from `jax.tree.map`).
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp
@@ -52,21 +52,20 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
       each of 8 devices: 132.0 KiB of 1.0 MiB
     """
     if shardings is not None:
-        state = _with_shardings(state, shardings)
+        state = jax.tree.map(_with_sharding, state, shardings)
     arrays = []
-    groups: dict[Any, list[str]] = {}
+    groups: dict[tuple[str, ...], list[str]] = {}
     for path, leaf in _tree.leaves_with_path(state):
         if _tree.is_array(leaf):
             arrays.append(leaf)
-            shape, size = shard_shape(leaf), _repr.format_bytes(bytes_on_each(leaf))
-            shard = "whole" if shape == leaf.shape else "x".join(map(str, shape))
+            shape = shard_shape(leaf)
             # Everything that a row shows. Equal layers have paths that differ in numbers only.
             group = (
                 re.sub(r"\d+", "*", path),
                 _tree.strong_spec(leaf),
                 _mesh_axes(leaf),
-                shard,
-                size,
+                "whole" if shape == leaf.shape else "x".join(map(str, shape)),
+                _repr.format_bytes(bytes_on_each(leaf)),
             )
             groups.setdefault(group, []).append(path)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -80,20 +79,9 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
     return "\n".join([*_meshes(arrays), _table.render(table, _WIDTH), *_totals(arrays)])
 
 
-def _with_shardings(state: PyTree, shardings: PyTree) -> PyTree:
-    """Returns the shapes of a state with the given shardings."""
-    if _tree.structure(shardings) != _tree.structure(state):
-        raise ValueError(
-            "shardings: expected a sharding for each leaf of the state, as returned by "
-            "functrain.sharding.shardings(state, mesh, rule), got the structure\n"
-            f"{_tree.structure(shardings)}"
-        )
-
-    def with_sharding(x: Any, sharding: Any) -> Any:
-        is_array = _tree.is_array(x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array else x
-
-    return jax.tree.map(with_sharding, state, shardings)
+def _with_sharding(x: Any, sharding: Any) -> Any:
+    is_array = _tree.is_array(x)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) if is_array else x
 
 
 def _common_path(paths: list[str]) -> str:
@@ -150,22 +138,19 @@ def _totals(leaves: list[Any]) -> list[str]:
     bytes_of_device: collections.Counter[Any] = collections.Counter()
     # A leaf may be on some of the devices only, so each device is counted separately.
     for leaf in leaves:
-        bytes_of_device.update(dict.fromkeys(_devices(leaf), bytes_on_each(leaf)))
+        sharding = getattr(leaf, "sharding", None)
+        devices: Iterable[Any] = ["one device"]
+        if sharding is not None:
+            # An abstract mesh has a number of devices, but no device objects.
+            is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
+            devices = range(sharding.num_devices) if is_abstract else sharding.device_set
+        bytes_of_device.update(dict.fromkeys(devices, bytes_on_each(leaf)))
     devices_by_bytes: dict[int, list[Any]] = {}
     for device, size in bytes_of_device.most_common():
         devices_by_bytes.setdefault(size, []).append(device)
+    total = _repr.format_bytes(nbytes(leaves))
     lines = []
-    for size, devices in devices_by_bytes.items():
-        name = str(devices[0]) if len(devices) == 1 else f"each of {len(devices)} devices"
-        lines.append(f"{name}: {_repr.format_bytes(size)} of {_repr.format_bytes(nbytes(leaves))}")
+    for size, alike in devices_by_bytes.items():
+        name = str(alike[0]) if len(alike) == 1 else f"each of {len(alike)} devices"
+        lines.append(f"{name}: {_repr.format_bytes(size)} of {total}")
     return lines
-
-
-def _devices(leaf: Any) -> Iterable[Any]:
-    """Returns the devices that a leaf is on, or stand-ins for those of an abstract mesh."""
-    sharding = getattr(leaf, "sharding", None)
-    if sharding is None:
-        return ["one device"]
-    # An abstract mesh has a number of devices, but no device objects.
-    is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
-    return range(sharding.num_devices) if is_abstract else sharding.device_set

@@ -90,10 +90,10 @@ class Target:
         return jax.tree.map(self._place, tree, sharding)
 
     def _place(self, x: object, sharding: Sharding) -> jax.ShapeDtypeStruct:
-        shape, own = _tree.shapes(x), getattr(x, "sharding", None)
+        shape, present = _tree.shapes(x), getattr(x, "sharding", None)
         # An array of the machine at hand that was not put anywhere may be moved.
-        if isinstance(own, Sharding) and getattr(x, "committed", True):
-            sharding = own if own.device_set <= set(self.devices) else sharding
+        if isinstance(present, Sharding) and getattr(x, "committed", True):
+            sharding = present if present.device_set <= set(self.devices) else sharding
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=sharding)
 
 

@@ -1,4 +1,4 @@
-"""What `describe` says of a state is what its devices hold."""
+"""The table of placement is what the devices hold."""
 
 import collections
 import re
@@ -77,5 +77,5 @@ def test_what_lies_on_one_device_is_told_from_what_lies_on_all() -> None:
 
 
 def test_shardings_of_another_state_are_refused() -> None:
-    with pytest.raises(ValueError, match="shardings: expected a sharding for each leaf"):
+    with pytest.raises(ValueError, match="key mismatch"):
         ft.inspect.placement({"a": jnp.zeros(3)}, {"b": None})
