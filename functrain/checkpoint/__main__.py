@@ -19,23 +19,14 @@ from functrain.common._repr import format_bytes
 from functrain.common._table import render
 
 _MAX_VALUES = 4  # columns
-_EXAMPLES = """\
-examples:
-  python -m functrain.checkpoint run                     lists the checkpoints of a directory
-  python -m functrain.checkpoint run/000000001200        lists one checkpoint
-  python -m functrain.checkpoint run --verify            reads every byte
-
-The exit status is 0; 1 if a checkpoint is damaged; 2 if there is none.
-"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command, and returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m functrain.checkpoint",
-        description="Lists the checkpoints of a directory, and verifies them.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Lists the checkpoints of a directory, and verifies them. The exit status is 1 "
+        "if one is damaged, and 2 if there is none.",
     )
     parser.add_argument("directory", help="of a Checkpointer, of one step, or from functrain.save")
     parser.add_argument("--verify", action="store_true", help="compare all bytes with checksums")

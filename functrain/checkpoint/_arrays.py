@@ -231,24 +231,17 @@ def read_leaves(
       uses: For each leaf a function that is given a reader. Only its result stays in memory.
       check: Called before each chunk; its exception ends the reading.
     """
-    results, lines = dict[str, Any](), list[str]()
+    results = dict[str, Any]()
     with _StoredArrays(directory, manifest, check) as stored:
         for name, use in uses.items():
             try:
-                result = use(functools.partial(stored.read, name))
+                results[name] = use(functools.partial(stored.read, name))
             except CheckpointCorruptError as error:
-                spec = manifest["leaves"][name]["spec"]
-                lines.append(f"{_leaves.leaf_path(name)}: {spec}: {error}")
-                results.clear()
-            else:
-                if not lines:
-                    results[name] = result
-                del result  # the name would keep it in memory while the next leaf is read
-    if lines:
-        raise CheckpointCorruptError(
-            f"{directory}: its bytes are not those that were saved:\n{_tree.bullets(lines)}\n"
-            "The checkpoint is damaged: take another."
-        )
+                leaf = f"{_leaves.leaf_path(name)}: {manifest['leaves'][name]['spec']}"
+                raise CheckpointCorruptError(
+                    f"{directory}: expected the bytes that were saved, got damaged ones of {leaf}: "
+                    f"{error}. Take another checkpoint."
+                ) from error
     return results
 
 

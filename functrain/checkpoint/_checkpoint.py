@@ -203,23 +203,21 @@ def _leaf_records(
     directory: str, leaves: Mapping[str, Leaf], shards_by_process: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the records of leaves for the manifest; ValueError if parts of them are missing."""
-    records, incomplete = dict[str, Any](), list[str]()
+    records = dict[str, Any]()
     for name, leaf in leaves.items():
-        records[name] = {"spec": leaf.spec, "shards": []}
+        record = records[name] = {"spec": leaf.spec, "shards": list[Any]()}
         if leaf.stored_spec != leaf.spec:
-            records[name]["stored"] = leaf.stored_spec
+            record["stored"] = leaf.stored_spec
         for process, shards in enumerate(shards_by_process):
-            records[name]["shards"] += [[process, *shard] for shard in shards.get(name, [])]
+            record["shards"] += [[process, *shard] for shard in shards.get(name, [])]
         try:
-            require_complete(records[name])
+            require_complete(record)
         except ValueError as error:
-            incomplete.append(f"{_leaves.leaf_path(name)}: {error}")
-    require_no_problems(
-        directory,
-        incomplete,
-        "parts of the processes that make up each array once",
-        "Nothing was saved. Place these arrays in the same way in every process.",
-    )
+            raise ValueError(
+                f"{directory}: expected parts of the processes that make up each array once, got "
+                f"{_leaves.leaf_path(name)}: {error}. Nothing was saved. Place it in the same way "
+                "in every process."
+            ) from None
     return records
 
 
@@ -274,8 +272,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
         names = files.names(target)
         if not (all(map(is_part, names)) or (overwrite and MANIFEST in names)):
             raise FileExistsError(
-                f"{target}: expected no such path, got {_manifest.describe_path(target)}. Choose "
-                f"another path, or {'remove it' if overwrite else 'pass overwrite=True'}."
+                f"{target}: expected no such path, or an earlier checkpoint and overwrite=True, "
+                "got an existing one. Choose another path."
             )
 
     entries = {"trees": [STATE], "run": _manifest.fingerprint(state)}

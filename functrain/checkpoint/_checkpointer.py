@@ -229,19 +229,22 @@ class Checkpointer:
         """
         require_integer("step", step, 0)
 
+        def remove_later() -> None:
+            for later_step in _directory.later_steps(self.directory, step):
+                _directory.remove(self.directory, later_step)
+
         with self._save_lock:
             self.wait()
             group = _processes.main_group
-            # First, since the locking would create the directory.
-            group.call_on_first(lambda: _directory.require_step(self.directory, step))
+            _directory.visible_steps(self.directory)
+            with group.raise_in_all():
+                # Otherwise a rollback to a damaged checkpoint could leave no intact one. Verified
+                # before the locking, which creates the directory.
+                _checkpoint.verify(_directory.path_of(self.directory, step))
             is_writer = group.call_on_first(self._lock.is_held)
             group.call_on_first(self._require_writable)
             try:
-                _directory.visible_steps(self.directory)
-                with group.raise_in_all():
-                    # Otherwise a rollback to a damaged checkpoint could leave no intact one.
-                    _checkpoint.verify(_directory.path_of(self.directory, step))
-                group.call_on_first(lambda: _directory.remove_later(self.directory, step))
+                group.call_on_first(remove_later)
             finally:
                 # The run that resumes may have another checkpointer.
                 if not is_writer:
@@ -355,6 +358,5 @@ class Checkpointer:
             return _directory.read_newest(self.directory, read)
         _directory.visible_steps(self.directory)
         with _processes.main_group.raise_in_all():
-            _directory.require_step(self.directory, step)
             path = _directory.path_of(self.directory, step)
             return _checkpoint.read_unless_replaced(path, lambda: read(path))

@@ -33,19 +33,9 @@ def path_of(directory: str, step: int) -> str:
     return os.path.join(directory, f"{step:012d}")
 
 
-def require_step(directory: str, step: int) -> None:
-    """Raises FileNotFoundError if a step has no checkpoint."""
-    found_steps = steps(directory)
-    expected = f"one of the steps that have a checkpoint, {found_steps}"
-    require(step in found_steps, directory, expected, step, error=FileNotFoundError)
-
-
 def visible_steps(directory: str) -> list[int]:
     """Returns the steps that the first process sees, as soon as this one sees them as well."""
-    if not _processes.is_multiprocess():
-        return steps(directory)
-    group = _processes.main_group
-    first_steps: list[int]
+    group, first_steps = _processes.main_group, list[int]()
     first_directory, first_steps = group.call_on_first(lambda: [directory, steps(directory)])
     with group.raise_in_all():
         _processes.require_same_path(directory, first_directory)
@@ -67,7 +57,7 @@ def read_newest(directory: str, read: Callable[[str], _T]) -> _T:
       CheckpointCorruptError: All of them are damaged.
       Exception: Any other error of `read`; an older checkpoint would not help.
     """
-    reasons: list[str] = []
+    damage: list[str] = []
     for step in reversed(visible_steps(directory)):
         path, failure = path_of(directory, step), None
         try:
@@ -81,23 +71,19 @@ def read_newest(directory: str, read: Callable[[str], _T]) -> _T:
         # All processes load the same checkpoint, or all pass over it.
         failures = _processes.main_group.exchange_failures(failure)
         if not failures:
-            for reason in reasons:
+            for reason in damage:
                 warn(f"Passed over, for step {step}: {reason}")
             return result
         reason = _processes.describe_failures(failures)
-        # An OtherProcessError is a consequence of the failure in another process, which has its own
-        # entry.
+        # An OtherProcessError is a consequence of the failure in another process.
         error_names = {text.partition(":")[0] for text in failures.values()}
         error_names.discard(_processes.OtherProcessError.__name__)
         if error_names != {CheckpointCorruptError.__name__}:
             raise failure or _processes.OtherProcessError(reason)
-        reasons.append(reason)
-    if not reasons:
+        damage.append(reason)
+    if not damage:
         raise FileNotFoundError(f"{directory}: expected a checkpoint, got none. Check the path.")
-    listing = "\n".join(reasons)
-    raise CheckpointCorruptError(
-        f"{directory}: expected an intact checkpoint, but all are damaged:\n{listing}"
-    )
+    raise CheckpointCorruptError("\n".join([f"{directory}: all are damaged:", *damage]))
 
 
 def verify(directory: str, step: int | None) -> dict[int, str]:
@@ -167,48 +153,40 @@ def remove_surplus(
                 )
 
 
-def remove_later(directory: str, step: int) -> None:
-    """Removes the checkpoints of later steps."""
-    for later_step in _later_steps(directory, step):
-        remove(directory, later_step)
+def later_steps(directory: str, step: int) -> list[int]:
+    """Returns the steps after one, the last one first: a kill while removing leaves no gap."""
+    return [x for x in reversed(steps(directory)) if x > step]
 
 
 def set_aside_later(directory: str, step: int) -> None:
     """Renames the checkpoints of later steps, which are damaged."""
     files = files_at(directory)
-    for later_step in _later_steps(directory, step):
+    for later_step in later_steps(directory, step):
         new_path = os.path.join(directory, f"damaged-{later_step:012d}")
         files.delete(new_path, list(files.names(new_path)))
         with contextlib.suppress(OSError):
             files.move(path_of(directory, later_step), new_path)
 
 
-def _later_steps(directory: str, step: int) -> list[int]:
-    """Returns the steps after one, the last one first: a kill while removing leaves no gap."""
-    return [x for x in reversed(steps(directory)) if x > step]
-
-
 def clean_up(directory: str) -> None:
     """Deletes arrays of steps that no manifest names: killed saves and removals left them."""
     files = files_at(directory)
     names = files.names(directory)
-    save_ids: dict[str, set[str]] = {}
+    parts_by_step: dict[str, set[str]] = {}
     for name in names:
         step, _, file = name.partition("/")
-        if is_step_name(step) and is_part(file):
-            save_ids.setdefault(step, set()).add(file.rpartition("-")[2].partition(".")[0])
-        elif is_step_name(name):
-            files.delete(os.path.join(directory, step), [])  # an empty folder
-    for step, ids in save_ids.items():
-        path, save_id = os.path.join(directory, step), ""
-        if f"{step}/{MANIFEST}" in names:
-            if len(ids) == 1:  # nothing was interrupted, so the manifest need not be read
-                continue
-            try:
-                save_id = read_manifest(path)["save_id"]
-            except (CheckpointCorruptError, CheckpointMismatchError):
-                continue
-        delete_unneeded(path, save_id)
+        if is_step_name(name):
+            files.delete(os.path.join(directory, name), [])  # an empty folder
+        elif is_step_name(step) and is_part(file):
+            parts_by_step.setdefault(step, set()).add(file.rpartition("-")[2])
+    for step, parts in parts_by_step.items():
+        path, has_manifest = os.path.join(directory, step), f"{step}/{MANIFEST}" in names
+        # If all parts are of one save, nothing was interrupted, and the manifest need not be read.
+        if not has_manifest:
+            delete_unneeded(path, "")
+        elif len(parts) > 1:
+            with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError):
+                delete_unneeded(path, read_manifest(path)["save_id"])
 
 
 class Monitor:

@@ -17,14 +17,12 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
+from functrain.checkpoint._object_store import ObjectStore
 from functrain.common import _locks
 from functrain.common._checks import require
 from functrain.common._paths import path_text
-
-if TYPE_CHECKING:
-    from functrain.checkpoint._object_store import ObjectStore
 
 MANIFEST = "checkpoint.json"
 _NEW_MANIFEST = f"{MANIFEST}.new"
@@ -58,12 +56,11 @@ def resolve_path(path: str | os.PathLike[str], name: str = "path") -> str:
     advice = "The path comes first: save(path, state), load(path, like)." if name == "path" else ""
     text = path_text(path, name, advice)
     expected = "a path on this machine, such as 'runs/first' or '.', or a URL of gs:// or s3://"
-    if re.match(rf"({'|'.join(_PACKAGES)}):/[^/]", text):
-        require(False, name, expected, text, "pathlib removes a slash from URLs: pass a text.")
-    protocol, is_url, rest = text.partition("://")
-    advice = "Mount other storage as a folder, or copy the files."
-    require(not is_url or (protocol in _PACKAGES and rest), name, expected, text, advice)
-    return text.rstrip("/") if is_url else os.path.realpath(text)
+    url = re.match(r"(\w\w+)?:/(/?)(.*)", text)
+    is_known = url is None or (url[1] in _PACKAGES and url[2] and url[3])
+    advice += " Mount other storage as a folder. A pathlib.Path removes a slash: pass a text."
+    require(is_known, name, expected, text, advice.strip())
+    return os.path.realpath(text) if url is None else text.rstrip("/")
 
 
 def files_at(path: str) -> "Disk | ObjectStore":
@@ -73,8 +70,6 @@ def files_at(path: str) -> "Disk | ObjectStore":
     """
     if "://" not in path:
         return Disk()
-    from functrain.checkpoint._object_store import ObjectStore
-
     protocol = path.partition("://")[0]
     return ObjectStore(protocol, _PACKAGES[protocol])
 

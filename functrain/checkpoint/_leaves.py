@@ -1,6 +1,5 @@
 """Conversion between the leaves of a state and the arrays that are stored for them."""
 
-import mmap
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,9 +14,6 @@ from functrain.common._types import PyTree
 
 Box = tuple[slice, ...]  # a part of an array: start and stop on each axis
 Reader = Callable[..., np.ndarray]  # returns the part of an array in a box; all of it by default
-
-# Copies of at least this many bytes get a memory mapping. See `_private_copy`.
-_MAPPING_THRESHOLD = 2**20
 
 
 class Leaf(NamedTuple):
@@ -90,7 +86,7 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
         # array to new memory at each save, in pieces that malloc keeps: 2 more states at the peak.
         is_alias = isinstance(source, np.ndarray) or source.devices() == {cpu_device()}
         data = np.asarray(on_host)
-        return _private_copy(data) if copy and is_alias else data
+        return data.copy() if copy and is_alias else data
 
     result = {}
     for name, array in arrays.items():
@@ -127,19 +123,6 @@ def _to_storable(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
     if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
         got, advice = f"{got} without a value", "Call this outside of jit, with a state of arrays."
     raise TypeError(f"{path}: expected an array of numbers, got {got}. {advice}")
-
-
-def _private_copy(array: np.ndarray) -> np.ndarray:
-    """Copies an array into memory that the system gets back with the last reference to it."""
-    # malloc would keep the freed memory for the thread that allocated it.
-    if array.nbytes < _MAPPING_THRESHOLD:
-        return array.copy()
-    flags = getattr(mmap, "MAP_PRIVATE", 0) | getattr(mmap, "MAP_ANONYMOUS", 0)
-    options = {"flags": flags} if flags else {}  # mmap has no flags on Windows
-    buffer = mmap.mmap(-1, array.nbytes, **options)
-    copy = np.frombuffer(buffer, array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
 
 
 def cpu_device() -> jax.Device | None:
@@ -191,21 +174,16 @@ def restore_leaf(path: str, like: Any, read: Reader) -> Any:
         )
     # An uncommitted leaf stays uncommitted, so that programs may move it as any fresh array.
     sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
-    array: jax.Array
+
+    def read_part(index: tuple[slice, ...]) -> np.ndarray:
+        return read(_index_to_box(index, plain.shape))
+
     if sharding is None or sharding.is_fully_addressable:
         array = jax.device_put(read(), sharding)  # jnp.array would copy twice
-    else:  # each process reads its parts only, and never holds the whole array
-        parts, pieces = [], dict[str, np.ndarray]()  # several devices may have the same piece
-        indices = sharding.addressable_devices_indices_map(plain.shape)
-        for device, index in indices.items():
-            box = _index_to_box(index, plain.shape)
-            if str(box) not in pieces:
-                pieces[str(box)] = read(box)
-            parts.append(jax.device_put(pieces[str(box)], device))
+    else:  # each process reads its parts only
         # The dtype is stated for a process that has none of the parts.
-        array = jax.make_array_from_single_device_arrays(
-            plain.shape, sharding, parts, dtype=plain.dtype
-        )
+        shape, dtype = plain.shape, plain.dtype
+        array = jax.make_array_from_callback(shape, sharding, read_part, dtype=dtype)
     # Otherwise the buffers of all leaves would stay in memory until the transfers end.
     jax.block_until_ready(array)
     if not _tree.is_key(like):

@@ -25,7 +25,7 @@ import numpy as np
 
 from functrain._version import __version__
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
-from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name, steps_in
+from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name
 from functrain.common import _tree
 from functrain.common._checks import require_instance
 from functrain.common._library import import_optional
@@ -53,10 +53,13 @@ def read_manifest(directory: str) -> dict[str, Any]:
     """
     files = files_at(directory)
     if not files.has(directory, [MANIFEST]):
-        require_something(directory, "a checkpoint")
+        if all(map(is_part, files.names(directory))):
+            raise FileNotFoundError(
+                f"{directory}: expected a checkpoint, got nothing. Check the path."
+            )
         raise CheckpointMismatchError(
-            f"{directory}: expected a checkpoint, got {describe_path(directory)}. Load what "
-            "functrain.save wrote, or the directory of one step of a functrain.Checkpointer."
+            f"{directory}: expected a checkpoint, got something else. Load what functrain.save "
+            "wrote, or the directory of one step of a functrain.Checkpointer."
         )
     path = os.path.join(directory, MANIFEST)
     with parsing(f"{path}: expected the manifest of a checkpoint"):
@@ -93,25 +96,6 @@ def parsing(expected: str) -> contextlib.AbstractContextManager[None]:
     """Context manager that turns errors of parsing a manifest into a CheckpointCorruptError."""
     advice = "It is damaged: take another checkpoint."
     return corrupt_on(*PARSE_ERRORS, expected=expected, advice=advice)
-
-
-def require_something(path: str, expected: str) -> None:
-    """Raises FileNotFoundError if nothing is at a path, or only what a killed save left."""
-    if all(map(is_part, files_at(path).names(path))):
-        raise FileNotFoundError(f"{path}: expected {expected}, got nothing. Check the path.")
-
-
-def describe_path(path: str) -> str:
-    """Returns what is at a path, for error messages."""
-    names = files_at(path).names(path)
-    if "" in names:
-        return "a file"
-    if MANIFEST in names:
-        return "a checkpoint"
-    last_step = max(steps_in(names), default=None)
-    if last_step is not None:
-        return f"a directory of checkpoints, the last one {last_step:012d}"
-    return "something else"
 
 
 def parse_spec(spec: str) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from functrain.checkpoint._errors import ObjectStoreError
+from functrain.checkpoint._processes import OtherProcessError
 from functrain.common._library import import_optional
 
 # Larger requests are faster, but this memory is taken beside a leaf. S3 allows 10,000 parts.
@@ -42,6 +43,8 @@ def _store_errors(path: str) -> Iterator[None]:
     """
     try:
         yield
+    except OtherProcessError:
+        raise
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "no such object or bucket", path) from error
     except Exception as error:
@@ -52,41 +55,23 @@ def _store_errors(path: str) -> Iterator[None]:
         ) from error
 
 
-class _Object(contextlib.AbstractContextManager["_Object"]):
-    """An object that is open for reading or writing. Closing it completes what was written."""
+class _Reader(contextlib.AbstractContextManager["_Reader"]):
+    """An object that is open for reading."""
 
-    def __init__(self, store: Any, path: str, mode: str, block_size: int) -> None:
-        self._path = path
-        with _store_errors(path):
-            self._file = store.open(path, mode, block_size=block_size, cache_type="readahead")
+    def __init__(self, path: str, file: Any) -> None:
+        self._path, self._file = path, file
 
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None or self._file.readable():
-            with _store_errors(self._path):
-                self._file.close()
-            return
-        # fsspec's own method would complete an object whose writer has failed.
-        with contextlib.suppress(Exception):
-            self._file.discard()
-            self._file.closed = True
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def read(self, size: int = -1) -> bytes:
         """Returns the next bytes."""
         with _store_errors(self._path):
             return bytes(self._file.read(size))
 
-    def write(self, data: Any) -> int:
-        """Appends bytes."""
-        with _store_errors(self._path):
-            return int(self._file.write(data))
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         """Moves the position of the next read, and returns it."""
         return int(self._file.seek(offset, whence))
-
-    def tell(self) -> int:
-        """Returns the position of the next read or write."""
-        return int(self._file.tell())
 
 
 class ObjectStore:
@@ -116,16 +101,29 @@ class ObjectStore:
             return self._store.ukey(path)
         return None
 
-    def open(self, path: str) -> _Object:
+    def open(self, path: str) -> _Reader:
         """Opens an object for reading. Requests are for ranges of it."""
-        return _Object(self._store, path, "rb", _READ_BYTES)
+        with _store_errors(path):
+            file = self._store.open(path, "rb", block_size=_READ_BYTES, cache_type="readahead")
+        return _Reader(path, file)
 
     def make_directory(self, path: str) -> None:
         """Does nothing, because directories are only parts of names."""
 
-    def create(self, path: str) -> _Object:
-        """Opens a new object for writing. It appears when it is closed."""
-        return _Object(self._store, path, "wb", _WRITE_BYTES)
+    @contextlib.contextmanager
+    def create(self, path: str) -> Iterator[Any]:
+        """Context manager: a new object for writing, which appears at the end."""
+        with _store_errors(path):
+            file = self._store.open(path, "wb", block_size=_WRITE_BYTES)
+            try:
+                yield file
+            except BaseException:
+                # fsspec's own method would complete an object whose writer has failed.
+                with contextlib.suppress(Exception):
+                    file.discard()
+                    file.closed = True
+                raise
+            file.close()
 
     def replace(self, path: str, content: bytes) -> None:
         """Writes an object in one operation."""

@@ -1,6 +1,5 @@
 """Parts of a state from a file: warm starts, transfer learning, new heads."""
 
-import collections
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -247,14 +246,9 @@ def _is_copy(leaf: Any, param: Any) -> bool:
 
 
 def _summary_line(label: str, paths: Collection[str], unit: str) -> str:
-    """Returns a line that names paths, grouped by the deepest folders that fit into 80 columns."""
-    line = head = f"  {label:<10}{len(paths):>5,} {unit}"
-    for depth in range(max((path.count("/") + 1 for path in paths), default=0), 0, -1):
-        folders = collections.Counter("/".join(path.split("/")[:depth]) for path in paths)
-        names = [name if name in paths else f"{name} ({n:,})" for name, n in folders.items()]
-        line = f"{head}: {', '.join(names)}"
-        if len(line) <= 80:
-            return line
+    """Returns a line that counts paths, and names those that fit into 80 columns."""
+    names = f": {', '.join(paths)}" if paths else ""
+    line = f"  {label:<10}{len(paths):>5,} {unit}{names}"
     return line if len(line) <= 80 else f"{line[:77]}..."
 
 
@@ -321,21 +315,21 @@ def _require_same_specs(
     source: str, specs: Mapping[str, str], leaves: Mapping[str, Any], cast: bool
 ) -> None:
     """Raises CheckpointMismatchError for another shape or dtype. No array is read."""
-    lines, all_castable = dict[str, str](), True
+    lines = []
     for path, spec in specs.items():
         state_spec = _tree.strong_spec(leaves[path])
         shape = _float_shape(spec)
         is_castable = shape is not None and shape == _float_shape(state_spec)
         if spec != state_spec and not (cast and is_castable):
-            lines[path] = f"{path}: the file has {spec}, the state {state_spec}"
-            all_castable = all_castable and is_castable
-    if lines:
-        raise CheckpointMismatchError(
-            f"{source}: expected the shapes and dtypes of the state, got others:\n"
-            f"{_tree.bullets(list(lines.values()))}\nNothing was taken. "
-            f"{'To convert: cast=True. ' if all_castable else ''}"
-            f"To leave them unchanged: skip={next(iter(lines))!r}, or a pattern."
-        )
+            lines.append(f"{path}: the file has {spec}, the state {state_spec}")
+    require_no_problems(
+        source,
+        lines,
+        "the shapes and dtypes of the state",
+        "Nothing was taken. To convert floating-point numbers: cast=True. To leave leaves "
+        "unchanged: skip= their paths.",
+        error=CheckpointMismatchError,
+    )
 
 
 def _float_shape(spec: str) -> tuple[int, ...] | None:
@@ -349,17 +343,10 @@ def _float_shape(spec: str) -> tuple[int, ...] | None:
 
 def _require_values(leaves: Mapping[str, Any]) -> None:
     """Raises ValueError for leaves that have no values, and get none from the file."""
-
-    def has_no_values(leaf: Any) -> bool:
-        return isinstance(leaf, jax.ShapeDtypeStruct) or _tree.is_deleted(leaf)
-
-    require_no_problems(
-        "state",
-        [path for path, leaf in leaves.items() if has_no_values(leaf)],
-        "arrays with values, neither abstract nor donated to a program, wherever none is taken",
-        "Nothing was taken. Create the state with values, or use the one that the program "
-        "returned.",
-    )
+    abstract = jax.ShapeDtypeStruct
+    missing = [p for p, x in leaves.items() if isinstance(x, abstract) or _tree.is_deleted(x)]
+    expected = "arrays with values, neither abstract nor donated to a program, where none is taken"
+    require_no_problems("state", missing, expected, "Nothing was taken. Create it with values.")
 
 
 def _without(paths: Collection[str], removed: Collection[str]) -> tuple[str, ...]:

@@ -28,14 +28,11 @@ class Writer:
         task: futures.Future[None] = futures.Future()
 
         def run() -> None:
-            if not task.set_running_or_notify_cancel():
-                return
-            try:
-                work()
-            except BaseException as error:
-                task.set_exception(error)
-            else:
-                task.set_result(None)
+            if task.set_running_or_notify_cancel():
+                try:
+                    task.set_result(work())
+                except BaseException as error:
+                    task.set_exception(error)
 
         # Not the thread of an executor, which would never end if Ctrl-C interrupted its start. The
         # interpreter waits at exit for threads that are not daemons.

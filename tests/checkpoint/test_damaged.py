@@ -83,7 +83,7 @@ def require_never_wrong(checkpoints: ft.Checkpointer, path: pathlib.Path) -> boo
         assert digest(ft.load(folder, LIKE)) == DIGESTS[2]
     except CheckpointCorruptError as error:
         reason = str(error)
-    named = [name for name in LIKE if f"  {name}: " in reason]
+    named = [name for name in LIKE if f"damaged ones of {name}: " in reason]
     assert named or not reason or path.name in reason, reason
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -176,7 +176,6 @@ def test_a_fit_goes_on_from_the_last_whole_checkpoint_and_comes_to_the_same(tmp_
         assert ft.Checkpointer(folder).steps() == [3, 6, 9]
         for step, wrong in ft.Checkpointer(folder).verify().items():  # that has every leaf
             assert step == 6
-            assert "  arrays-0-" in wrong
             assert wrong.count("other bytes") == 1
 
 

@@ -126,7 +126,7 @@ def test_an_earlier_step_is_refused_until_a_rollback_says_so(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"a step after 3.*got 1.*rollback\(1\)"):
         checkpoints.save(LIKE, 1)
     assert checkpoints.steps() == [0, 1, 2, 3]
-    with pytest.raises(FileNotFoundError, match=r"expected one of the steps .*\[0, 1"):
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint, got nothing"):
         checkpoints.rollback(9)
     checkpoints.rollback(1)
     assert (checkpoints.steps(), checkpoints.latest(), checkpoints.best()) == ([0, 1], 1, 1)
@@ -246,7 +246,7 @@ def test_a_leaf_of_another_kind_is_named_before_anything_is_loaded(tmp_path) -> 
 
 
 def test_a_rollback_where_nothing_is_makes_no_directory(tmp_path) -> None:
-    with pytest.raises(FileNotFoundError, match="expected one of the steps"):
+    with pytest.raises(FileNotFoundError, match="expected a checkpoint, got nothing"):
         ft.Checkpointer(tmp_path / "mistyped").rollback(3)
     assert not os.listdir(tmp_path)
 

@@ -103,7 +103,7 @@ def test_an_address_of_another_kind_is_refused(path, tmp_path, monkeypatch) -> N
 
 
 def test_pathlib_changes_addresses_which_is_told() -> None:
-    with pytest.raises(ValueError, match=r"got 'gs:/bucket/run'. pathlib removes a slash"):
+    with pytest.raises(ValueError, match=r"got 'gs:/bucket/run'..* removes a slash"):
         ft.Checkpointer(pathlib.Path("gs://bucket/run"))
 
 
