@@ -9,28 +9,20 @@ import keras
 from functrain.internal import DeferredSignals
 
 
-def learning_rate(optimizer: Any) -> Any:
-    """Returns the schedule or function that gives an optimizer its learning rate, else None.
+def settings(optimizer: Any) -> dict[str, Any]:
+    """Returns an optimizer's `get_config`, with a schedule or a function as it is.
 
-    Reads `Optimizer._learning_rate`; checked with Keras 3.15.1. The public `learning_rate` calls
-    the schedule.
+    Reads `Optimizer._learning_rate`, and sets it in a copy; checked with Keras 3.15.1. Without it a
+    user's schedule would have to be serializable to be used.
     """
     rate = getattr(optimizer, "_learning_rate", None)
-    return None if isinstance(rate, keras.Variable) or not callable(rate) else rate
-
-
-def settings(optimizer: Any) -> dict[str, Any]:
-    """Returns an optimizer's `get_config`, with any number instead of a schedule or function.
-
-    Sets `Optimizer._learning_rate` of a copy; checked with Keras 3.15.1. Without it a user's
-    schedule would have to be serializable to be used.
-    """
-    if learning_rate(optimizer) is None:
+    if isinstance(rate, keras.Variable) or not callable(rate):
         return dict(optimizer.get_config())
     # `copy.copy` would pickle the optimizer, and the schedule with it.
     copy = object.__new__(type(optimizer))
     vars(copy).update(vars(optimizer), _learning_rate=0.0)
-    return dict(copy.get_config())
+    # A schedule has no state, so that two optimizers may use it.
+    return {**copy.get_config(), "learning_rate": rate}
 
 
 def optimizer_map(optimizer: Any) -> Any:

@@ -1,7 +1,7 @@
 """Keras metrics as functrain metrics, whose state is a list of arrays."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,6 @@ from functrain import Aux
 from functrain.internal import PyTree, labels_of, require, require_labels
 from functrain.metrics import Metric
 
-Example: TypeAlias = tuple[PyTree, PyTree]
-
 
 def metric(
     keras_metric: Any,
@@ -23,7 +21,7 @@ def metric(
     weighted: bool = False,
     output: str | int | None = None,
     values: Callable[[PyTree, PyTree], PyTree] | None = None,
-    example: Example | None = None,
+    example: tuple[PyTree, PyTree] | None = None,
 ) -> Metric:
     """Returns a Keras metric as a `functrain.metrics.Metric`.
 
@@ -172,19 +170,10 @@ def _metric_selector(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
             return kinds.setdefault(type(accuracy), accuracy)
 
         return select_accuracy
-    resolved_metric = _resolve(keras_metric)
-    return lambda y, outputs: resolved_metric
-
-
-def _resolve(keras_metric: Any) -> Any:
-    """Returns the Keras metric of a name, a function or a metric.
-
-    Raises:
-      ValueError: Keras has no such metric.
-    """
     resolved = keras.metrics.get(keras_metric)
-    is_metric = isinstance(resolved, keras.Metric)
-    return resolved if is_metric else keras.metrics.MeanMetricWrapper(resolved)
+    if not isinstance(resolved, keras.Metric):
+        resolved = keras.metrics.MeanMetricWrapper(resolved)
+    return lambda y, outputs: resolved
 
 
 def _name(keras_metric: Any) -> str:

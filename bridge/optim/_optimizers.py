@@ -30,9 +30,8 @@ def optimizer(
     in Keras: "kernel", not the name of a layer.
 
     Gradients must be those of the unscaled loss, and `loss_scale_factor` is ignored. A
-    LossScaleOptimizer skips updates that would overflow at its scale. To scale the loss before it
-    is differentiated, multiply it by ``opt_state.scalars["loss_scale/dynamic_scale"]``, or by
-    another factor, and pass that number: ``tx.update(grads, opt_state, params, loss_scale=scale)``.
+    LossScaleOptimizer skips updates that would overflow at its scale; to scale the loss before it
+    is differentiated, use `functrain.tx.loss_scale`.
 
     With `use_ema` the average is ``opt_state.slots["model_variables_moving_average"]``. Keras
     assigns it to the model at the end of `fit`; here you have to do that yourself.

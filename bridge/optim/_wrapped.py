@@ -98,8 +98,6 @@ class Wrapped:
         updates: PyTree,
         state: KerasOptState,
         params: PyTree = None,
-        *,
-        loss_scale: Any = None,
         **extra_args: Any,
     ) -> tuple[PyTree, KerasOptState]:
         """Returns the update of the params, and the new state."""
@@ -110,8 +108,6 @@ class Wrapped:
         built = self.built_for(params)
         old_values, grads = self.values(built, state), built.in_order(updates)
         old_params = list(map(jnp.asarray, built.in_order(params)))
-        if loss_scale is not None:
-            grads = [g / loss_scale for g in grads]
         if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
             # Keras expects gradients of the scaled loss and divides them by its scale. The scale is
             # a power of 2, so that no bit is lost.
@@ -174,8 +170,8 @@ class Wrapped:
             copy.build(stand_ins)
             values = [v.value for v in copy.variables]
         # The copy is kept: its variables must hold neither tracers nor memory.
-        for variable in (*copy.variables, *stand_ins):
-            keras_private.variables.write([variable], [None])
+        variables = [*copy.variables, *stand_ins]
+        keras_private.variables.write(variables, [None] * len(variables))
         leaf_index = dict(zip(leaves, range(len(leaves)), strict=True))
         # For each stand-in, the index of its leaf in the params.
         order = [leaf_index[path] for path in model_variables]
@@ -217,13 +213,8 @@ def _copy_unbuilt(optimizer: Any, stand_ins: Mapping[int, Any]) -> Any:
         )
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
         return _copy_multi_optimizer(optimizer, stand_ins)
-    rate = keras_private.optimizers.learning_rate(optimizer)
     settings = keras_private.optimizers.settings(optimizer)
-    # A schedule has no state, so both optimizers may use it.
-    if rate is not None:
-        settings["learning_rate"] = rate
-    settings["loss_scale_factor"] = None
-    copy = type(optimizer).from_config(settings)
+    copy = type(optimizer).from_config({**settings, "loss_scale_factor": None})
     _copy_exclusions(optimizer, copy, stand_ins)
     return copy
 

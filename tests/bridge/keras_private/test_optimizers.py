@@ -12,20 +12,13 @@ from bridge import keras_private
 del bridge
 
 
-def test_learning_rate_of_an_optimizer_is_its_schedule_or_function():
+def test_settings_have_a_schedule_or_a_function_as_it_is():
     schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
-    assert keras_private.optimizers.learning_rate(keras.optimizers.SGD(schedule)) is schedule
-    assert keras_private.optimizers.learning_rate(keras.optimizers.SGD(float)) is float
-    assert keras_private.optimizers.learning_rate(keras.optimizers.SGD(0.1)) is None
-
-
-def test_settings_have_no_learning_rate_that_is_a_schedule():
-    schedule = keras.optimizers.schedules.CosineDecay(0.1, 10)
-    optimizer = keras.optimizers.SGD(schedule, momentum=0.9)
-    settings = keras_private.optimizers.settings(optimizer)
-    assert settings == {**optimizer.get_config(), "learning_rate": settings["learning_rate"]}
-    assert isinstance(settings["learning_rate"], float)
-    assert keras_private.optimizers.learning_rate(optimizer) is schedule
+    for rate in (schedule, float):
+        optimizer = keras.optimizers.SGD(rate, momentum=0.9)
+        settings = keras_private.optimizers.settings(optimizer)
+        assert settings["learning_rate"] is rate
+        assert settings["momentum"] == 0.9
     plain = keras.optimizers.SGD(0.1)
     assert keras_private.optimizers.settings(plain) == plain.get_config()
 
