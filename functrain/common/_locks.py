@@ -60,9 +60,6 @@ class Lock:
                 f"but {writer} is writing to it. Wait until it has finished, call its close(), or "
                 "choose another directory."
             ) from None
-        except BaseException:  # such as Ctrl-C
-            self.release()
-            raise
         # The name is for the error above only: do without it if the disk is full.
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)

@@ -74,7 +74,6 @@ class Cost:
       devices: How many devices share them.
       layers: The parts of the step, the largest first.
       traffic: What the devices send to each other in a step, by kind of collective.
-      overlapped: The kinds of collectives that run while the device computes.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp
@@ -94,7 +93,6 @@ class Cost:
     devices: int
     layers: tuple[Layer, ...]
     traffic: dict[str, Traffic]
-    overlapped: frozenset[str]
 
     @property
     def dispatch_saved(self) -> float:
@@ -119,12 +117,12 @@ class Cost:
             sheet(columns, self._layer_rows(), numbers=columns[1:]),
         ]
         if self.traffic:
-            columns = ["collective", "calls", "bytes", "overlaps with computing"]
-            rows = []
-            for kind, (calls, size) in self.traffic.items():
-                overlaps = "yes" if kind in self.overlapped else "no"
-                rows.append((kind, str(calls), _repr.format_bytes(size), overlaps))
-            tables.append(sheet(columns, rows, numbers=columns[1:3]))
+            columns = ["collective", "calls", "bytes"]
+            rows = [
+                (kind, str(calls), _repr.format_bytes(size))
+                for kind, (calls, size) in self.traffic.items()
+            ]
+            tables.append(sheet(columns, rows, numbers=columns[1:]))
         return "\n".join(tables)
 
     def _summary(self) -> list[tuple[str, str]]:
@@ -206,7 +204,7 @@ def cost(
     )
     text = program.lowered.compile().as_text() or ""
     cycles, kernels = collections.Counter[str](), collections.Counter[str]()
-    overlapped, moved = set(), 0
+    moved = 0
     for instruction, calls in _hlo.instructions(text):
         name = layer_name(instruction.op_name)
         cycles[name] += calls * instruction.cycles
@@ -215,8 +213,6 @@ def cost(
             # Such a kernel writes a part of its result, in place.
             is_partial = "dynamic_update_slice" in instruction.name.replace("-", "_")
             moved += 0 if is_partial else 2 * calls * instruction.bytes
-        if instruction.opcode.endswith("-start"):
-            overlapped.add(instruction.opcode.removesuffix("-start"))
     # In a loop of unknown length, which a CPU has, every instruction was counted once.
     steps = program.k if prefers_static_length(platform_of(program.carry)) else 1
     # Without a clock, no layer has a time.
@@ -246,7 +242,6 @@ def cost(
             kind: Traffic(round(x.calls / steps), round(x.bytes / steps))
             for kind, x in collectives(text).items()
         },
-        overlapped=frozenset(overlapped),
     )
 
 

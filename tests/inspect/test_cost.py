@@ -120,7 +120,7 @@ def test_an_operation_belongs_to_the_scope_that_it_was_traced_in(op_name: str, l
 
 def report(**changes: Any) -> Cost:
     layers = (Layer("mlp/dense", 3e-6, 2.0), Layer("optimizer", 1e-6, 5.0))
-    made = Cost(8, CHIP, 25e-6, "cycles", 7.0, 10**6, 1, layers, {}, frozenset())
+    made = Cost(8, CHIP, 25e-6, "cycles", 7.0, 10**6, 1, layers, {})
     return dataclasses.replace(made, **changes)
 
 
@@ -148,7 +148,6 @@ LONG_NAME = "/".join(["a_module_with_a_long_name"] * 8)
             layers=tuple(Layer(f"{LONG_NAME}/{i}", 1e-6 * i, 1e5) for i in range(40)),
             chip=CHIP._replace(name="a long name " * 8),
             traffic={"collective-permute": Traffic(10**6, 10**13), "all-gather": Traffic(8, 800)},
-            overlapped=frozenset({"all-gather"}),
         ),
         report(flops=10**18, k=128, devices=4096, seconds=123.0),
     ],
