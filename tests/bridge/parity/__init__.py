@@ -29,21 +29,20 @@ class Cases:
     def __init__(self) -> None:
         self._all: list[Any] = []
 
-    def __call__(self, make: Callable[[], Case]) -> Callable[[], Case]:
+    def __call__(self, make: Callable[[], Case], name: str = "", every_run: bool = False) -> Any:
         """Adds one that is run by `make test-all`."""
-        return self._add(make, pytest.mark.long)
-
-    def every_run(self, make: Callable[[], Case]) -> Callable[[], Case]:
-        """Adds one that is run by `make test`."""
-        return self._add(make)
-
-    def named(self, name: str, make: Callable[[], Case], *, every_run: bool = False) -> None:
-        """Adds one made by a lambda."""
-        self._add(make, *[] if every_run else [pytest.mark.long], name=name)
-
-    def _add(self, make: Any, *marks: Any, name: str | None = None) -> Any:
+        marks = [] if every_run else [pytest.mark.long]
         self._all.append(pytest.param(make, marks=marks, id=name or make.__name__))
         return make
+
+    def every_run(self, make: Callable[[], Case]) -> Any:
+        """Adds one that is run by `make test`."""
+        return self(make, every_run=True)
+
+    def table(self, every_run: str = "", **cases: Callable[[], Case]) -> None:
+        """Adds several by name, some of which are run by `make test`."""
+        for name, make in cases.items():
+            self(make, name, name in every_run.split())
 
     @property
     def each(self) -> Callable[[Any], Any]:

@@ -100,23 +100,12 @@ def tf_rows(*more: Any) -> Any:
 
 
 @CASES.every_run
-def tf_dataset() -> Case:
-    held = tf_rows().take(40).batch(8)
-    return of(tf_rows().shuffle(50, seed=1).batch(BATCH).prefetch(2), validation_data=held)
-
-
-@CASES.every_run
 def tf_dataset_of_dicts() -> Case:
     tf = library("tensorflow")
     inputs = {name: keras.Input((8,), name=name) for name in "ab"}
     model = keras.Model(inputs, layers.Dense(4)(layers.Concatenate()(list(inputs.values()))))
     model.compile("adam", "mse")
     return model, {"x": tf.data.Dataset.from_tensor_slices(({"a": X, "b": -X}, Y)).batch(BATCH)}
-
-
-@CASES.every_run
-def endless_tf_dataset() -> Case:
-    return of(tf_rows(WEIGHTS).repeat().batch(BATCH), steps_per_epoch=5)
 
 
 @CASES.every_run
@@ -139,26 +128,27 @@ def torch_data_loader() -> Case:
     return of(torch_loader(), validation_data=torch_loader())
 
 
-@CASES.every_run
-def shuffled_torch_data_loader() -> Case:
-    return of(torch_loader(shuffle=True, drop_last=True))
-
-
-@CASES.every_run
-def torch_data_loader_of_processes() -> Case:
-    return of(torch_loader(num_workers=2, multiprocessing_context="spawn"), epochs=1)
-
-
-@CASES.every_run
-def torch_tensors() -> Case:
-    torch = library("torch")
-    return dense(x=torch.from_numpy(X), y=torch.from_numpy(Y), batch_size=BATCH)
-
-
-@CASES.every_run
-def tensorflow_tensors() -> Case:
-    tf = library("tensorflow")
-    return dense(x=tf.constant(X), y=tf.constant(Y), batch_size=BATCH, shuffle=True)
+CASES.table(
+    every_run="tf_dataset endless_tf shuffled_torch torch_processes torch_tensors tf_tensors",
+    tf_dataset=lambda: of(
+        tf_rows().shuffle(50, seed=1).batch(BATCH).prefetch(2),
+        validation_data=tf_rows().take(40).batch(8),
+    ),
+    endless_tf=lambda: of(tf_rows(WEIGHTS).repeat().batch(BATCH), steps_per_epoch=5),
+    shuffled_torch=lambda: of(torch_loader(shuffle=True, drop_last=True)),
+    torch_processes=lambda: of(
+        torch_loader(num_workers=2, multiprocessing_context="spawn"), epochs=1
+    ),
+    torch_tensors=lambda: dense(
+        x=library("torch").from_numpy(X), y=library("torch").from_numpy(Y), batch_size=BATCH
+    ),
+    tf_tensors=lambda: dense(
+        x=library("tensorflow").constant(X),
+        y=library("tensorflow").constant(Y),
+        batch_size=BATCH,
+        shuffle=True,
+    ),
+)
 
 
 @CASES

@@ -3,42 +3,16 @@
 from typing import Any
 
 import keras
-from keras import optimizers
+from keras import callbacks, optimizers
 
 from tests.bridge import parity
-from tests.bridge.parity import Case, X, Y, dense
+from tests.bridge.parity import X, Y, dense
 
 CASES = parity.Cases()
+HELD = {"validation_data": (X, Y)}
 
 
-@CASES
-def initial_epoch() -> Case:
-    return dense(initial_epoch=2, epochs=4)
-
-
-@CASES
-def steps_per_execution() -> Case:
-    return dense(compiled={"steps_per_execution": 3})
-
-
-@CASES
-def steps_per_execution_that_never_fit() -> Case:
-    return dense(compiled={"steps_per_execution": 20}, validation_data=(X, Y))
-
-
-@CASES
-def validation_in_some_epochs() -> Case:
-    return dense(validation_data=(X, Y), validation_freq=[1, 4], epochs=4)
-
-
-@CASES
-def validation_of_many_callbacks() -> Case:
-    stop = keras.callbacks.EarlyStopping(patience=1, min_delta=9.0, restore_best_weights=True)
-    lower = keras.callbacks.ReduceLROnPlateau(patience=0, min_delta=9.0)
-    return dense(callbacks=[stop, lower], validation_split=0.25, epochs=5)
-
-
-class Edits(keras.callbacks.Callback):
+class Edits(callbacks.Callback):
     """Sets weights, the learning rate, a metric and stop_training between epochs."""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -50,59 +24,32 @@ class Edits(keras.callbacks.Callback):
         self.model.stop_training = epoch == 3
 
 
-@CASES.every_run
-def callback_that_edits() -> Case:
-    return dense(callbacks=[Edits()], epochs=6)
+def many_callbacks() -> parity.Case:
+    stop = callbacks.EarlyStopping(patience=1, min_delta=9.0, restore_best_weights=True)
+    lower = callbacks.ReduceLROnPlateau(patience=0, min_delta=9.0)
+    halve = callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
+    return dense(callbacks=[stop, lower, halve], validation_split=0.25, epochs=5)
 
 
-@CASES
-def averages_in_batches() -> Case:
-    swap = keras.callbacks.SwapEMAWeights()
+def averages(**swap: Any) -> parity.Case:
     optimizer = optimizers.Adam(0.1, use_ema=True, ema_momentum=0.5)
-    return dense(compiled={"optimizer": optimizer}, callbacks=[swap], validation_split=0.25)
+    swapping = [keras.callbacks.SwapEMAWeights(**swap)]
+    return dense(compiled={"optimizer": optimizer}, callbacks=swapping, **HELD)
 
 
-@CASES
-def eager() -> Case:
-    return dense(compiled={"run_eagerly": True}, epochs=1)
-
-
-@CASES
-def not_compiled() -> Case:
-    return dense(compiled={"jit_compile": False}, epochs=1)
-
-
-@CASES
-def early_stopping() -> Case:
-    stop = keras.callbacks.EarlyStopping(
-        "loss", patience=1, min_delta=0.5, restore_best_weights=True
-    )
-    return dense(callbacks=[stop], epochs=6)
-
-
-@CASES
-def reduced_learning_rate() -> Case:
-    lower = keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=0, min_delta=1)
-    return dense(callbacks=[lower], epochs=5)
-
-
-@CASES
-def scheduled_learning_rate() -> Case:
-    schedule = keras.callbacks.LearningRateScheduler(lambda epoch, lr: lr * 0.5)
-    return dense(callbacks=[schedule], epochs=3)
-
-
-@CASES
-def swapped_averages() -> Case:
-    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
-    optimizer = optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5)
-    return dense(compiled={"optimizer": optimizer}, callbacks=[swap], validation_data=(X, Y))
-
-
-@CASES
-def lambda_callback_of_epochs() -> Case:
-    found = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None)
-    return dense(callbacks=[found])
+CASES.table(
+    every_run="callback_that_edits",
+    initial_epoch=lambda: dense(initial_epoch=2, epochs=4),
+    steps_per_execution=lambda: dense(compiled={"steps_per_execution": 3}),
+    long_executions=lambda: dense(compiled={"steps_per_execution": 20}, **HELD),
+    validation_in_some_epochs=lambda: dense(validation_freq=[1, 4], epochs=4, **HELD),
+    callback_that_edits=lambda: dense(callbacks=[Edits()], epochs=6),
+    many_callbacks=many_callbacks,
+    averages_in_batches=averages,
+    averages_in_epochs=lambda: averages(swap_on_epoch=True),
+    eager=lambda: dense(compiled={"run_eagerly": True}, epochs=1),
+    not_compiled=lambda: dense(compiled={"jit_compile": False}, epochs=1),
+)
 
 
 @CASES.each

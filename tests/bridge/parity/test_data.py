@@ -2,6 +2,7 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -12,48 +13,7 @@ from tests.bridge import parity
 from tests.bridge.parity import BATCH, LABELS, WEIGHTS, AddsLoss, Case, N, X, Y, classifier, dense
 
 CASES = parity.Cases()
-
-
-@CASES
-def shuffled() -> Case:
-    return dense(shuffle=True)
-
-
-@CASES
-def shuffled_in_batches() -> Case:
-    return dense(shuffle="batch")
-
-
-@CASES
-def one_size_of_batches() -> Case:
-    return dense(x=X[:96], y=Y[:96])
-
-
-@CASES.every_run
-def sample_weight() -> Case:
-    weighted = {"weighted_metrics": ["mae"], "metrics": ["mse"]}
-    return dense(compiled=weighted, sample_weight=WEIGHTS)
-
-
-@CASES
-def class_weight() -> Case:
-    return classifier(class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5})
-
-
-@CASES.every_run
-def validation_split() -> Case:
-    return dense(layers.Dropout(0.3), validation_split=0.3)
-
-
-@CASES
-def validation_data() -> Case:
-    held = (X[:40], Y[:40], WEIGHTS[:40])
-    return dense(validation_data=held, validation_batch_size=8, validation_freq=2, epochs=4)
-
-
-@CASES
-def validation_steps() -> Case:
-    return dense(validation_data=(X, Y), validation_steps=2)
+CLASS_WEIGHT = {0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5}
 
 
 class Batches(keras.utils.PyDataset):
@@ -65,23 +25,10 @@ class Batches(keras.utils.PyDataset):
         return X[rows], Y[rows]
 
 
-def endless() -> Any:
-    while True:
-        for i in range(N // BATCH):
-            yield X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]
-
-
-@CASES
-def py_dataset() -> Case:
-    return dense(x=Batches(), y=None, validation_data=Batches())
-
-
 class Labelled(Batches):
-    """Labels; and it notes that epochs begin and end."""
+    """Labels; and it notes that epochs begin."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.epochs = 0
+    epochs = 0
 
     def __getitem__(self, i: int) -> Any:
         rows = slice(i * BATCH, (i + 1) * BATCH)
@@ -89,20 +36,6 @@ class Labelled(Batches):
 
     def on_epoch_begin(self) -> None:
         self.epochs += 1
-
-
-@CASES
-def py_dataset_that_changes_with_the_epoch() -> Case:
-    model, arguments = classifier(class_weight={0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5})
-    return model, {**arguments, "x": Labelled(), "y": None}
-
-
-@CASES
-def py_dataset_on_threads() -> Case:
-    model, arguments = dense(x=Batches(workers=2, max_queue_size=4), y=None)
-    # Building takes a batch, after which Keras's own order depends on how far the threads were.
-    model.fit(X, Y, verbose=0)
-    return model, arguments
 
 
 class Endless(Batches):
@@ -116,66 +49,24 @@ class Endless(Batches):
         return super().__getitem__(i % 6)
 
 
-@CASES
-def endless_py_dataset() -> Case:
-    return dense(x=Endless(), y=None, steps_per_epoch=4)
+def endless() -> Iterator[Any]:
+    while True:
+        for i in range(N // BATCH):
+            yield X[i * BATCH :][:BATCH], Y[i * BATCH :][:BATCH]
 
 
-@CASES.every_run
-def generator() -> Case:
-    return dense(x=endless(), y=None, steps_per_epoch=7)
+def generated(batches: Iterator[Any], steps: int) -> Case:
+    return dense(x=batches, y=None, steps_per_epoch=steps)
 
 
-@CASES
-def generator_of_jax_arrays() -> Case:
-    batches = ((ops.convert_to_tensor(x), ops.convert_to_tensor(y)) for x, y in endless())
-    return dense(x=batches, y=None, steps_per_epoch=7)
-
-
-@CASES
-def generator_of_many_sizes() -> Case:
+def of_many_sizes() -> Case:
     sizes = [16, 16, 8, 16, 16, 16, 5, 16, 8, 16, 16, 16]
-    batches = ((X[:n] + i, Y[:n]) for i, n in enumerate(sizes))
-    return dense(x=batches, y=None, steps_per_epoch=6)
+    return generated(((X[:n] + i, Y[:n]) for i, n in enumerate(sizes)), 6)
 
 
-@CASES
-def sequences_of_several_lengths() -> Case:
-    net = [layers.Embedding(10, 4), layers.GlobalAveragePooling1D(), layers.Dense(4)]
-    model = keras.Sequential([keras.Input((None,), dtype="int32"), *net])
-    model.compile("adam", "mse")
-    lengths = [*[5] * 4, *[9] * 6, 5, 7, 5, 7, *[9] * 4]
-    rng = np.random.default_rng(0)
-    batches = ((rng.integers(0, 10, (BATCH, n)), Y[:BATCH]) for n in lengths)
-    return model, {"x": batches, "steps_per_epoch": 6}
-
-
-@CASES
-def generator_of_weights() -> Case:
-    batches = ((x, y, np.arange(1, BATCH + 1, dtype=np.float32)) for x, y in endless())
-    return dense(x=batches, y=None, steps_per_epoch=5)
-
-
-@CASES
-def steps_per_epoch() -> Case:
-    return dense(steps_per_epoch=3, epochs=2)
-
-
-@CASES
-def steps_of_many_epochs_from_arrays() -> Case:
-    return dense(
-        steps_per_epoch=5, epochs=3, shuffle=True, x=np.tile(X, (3, 1)), y=np.tile(Y, (3, 1))
-    )
-
-
-@CASES
-def jax_arrays() -> Case:
-    return dense(x=ops.convert_to_tensor(X), y=ops.convert_to_tensor(Y))
-
-
-@CASES
-def double_precision_arrays() -> Case:
-    return dense(x=X.astype(np.float64), y=Y.astype(np.float64))
+def labelled() -> Case:
+    model, arguments = classifier(class_weight=CLASS_WEIGHT)
+    return model, {**arguments, "x": Labelled(), "y": None}
 
 
 class Grows(keras.callbacks.Callback):
@@ -189,18 +80,75 @@ class Grows(keras.callbacks.Callback):
         self.array += 1
 
 
-@CASES.every_run
-def double_precision_arrays_that_change_with_the_epoch() -> Case:
+def growing() -> Case:
     x = X.astype(np.float64)
     return dense(x=x, callbacks=[Grows(x)])
+
+
+CASES.table(
+    every_run="sample_weight validation_split generator growing_float64",
+    shuffled=lambda: dense(shuffle=True),
+    shuffled_in_batches=lambda: dense(shuffle="batch"),
+    one_size_of_batches=lambda: dense(x=X[:96], y=Y[:96]),
+    sample_weight=lambda: dense(
+        compiled={"weighted_metrics": ["mae"], "metrics": ["mse"]}, sample_weight=WEIGHTS
+    ),
+    class_weight=lambda: classifier(class_weight=CLASS_WEIGHT),
+    validation_split=lambda: dense(layers.Dropout(0.3), validation_split=0.3),
+    validation_data=lambda: dense(
+        validation_data=(X[:40], Y[:40], WEIGHTS[:40]),
+        validation_batch_size=8,
+        validation_freq=2,
+        epochs=4,
+    ),
+    validation_steps=lambda: dense(validation_data=(X, Y), validation_steps=2),
+    py_dataset=lambda: dense(x=Batches(), y=None, validation_data=Batches()),
+    py_dataset_of_epochs=labelled,
+    endless_py_dataset=lambda: generated(Endless(), 4),
+    generator=lambda: generated(endless(), 7),
+    generator_of_jax_arrays=lambda: generated(
+        (tuple(map(ops.convert_to_tensor, batch)) for batch in endless()), 7
+    ),
+    generator_of_many_sizes=of_many_sizes,
+    generator_of_weights=lambda: generated(
+        ((x, y, np.arange(1, BATCH + 1, dtype=np.float32)) for x, y in endless()), 5
+    ),
+    steps_per_epoch=lambda: dense(steps_per_epoch=3, epochs=2),
+    steps_of_many_epochs_from_arrays=lambda: dense(
+        steps_per_epoch=5, epochs=3, shuffle=True, x=np.tile(X, (3, 1)), y=np.tile(Y, (3, 1))
+    ),
+    jax_arrays=lambda: dense(x=ops.convert_to_tensor(X), y=ops.convert_to_tensor(Y)),
+    growing_float64=growing,
+)
+
+
+@CASES
+def py_dataset_on_threads() -> Case:
+    model, arguments = dense(x=Batches(workers=2, max_queue_size=4), y=None)
+    # Building takes a batch, after which Keras's own order depends on how far the threads were.
+    model.fit(X, Y, verbose=0)
+    return model, arguments
+
+
+def compiled(model: keras.Model, **arguments: Any) -> Case:
+    model.compile("adam", "mse")
+    return model, arguments
+
+
+@CASES
+def sequences_of_several_lengths() -> Case:
+    net = [layers.Embedding(10, 4), layers.GlobalAveragePooling1D(), layers.Dense(4)]
+    model = keras.Sequential([keras.Input((None,), dtype="int32"), *net])
+    lengths = [*[5] * 4, *[9] * 6, 5, 7, 5, 7, *[9] * 4]
+    rng = np.random.default_rng(0)
+    batches = ((rng.integers(0, 10, (BATCH, n)), Y[:BATCH]) for n in lengths)
+    return compiled(model, x=batches, steps_per_epoch=6)
 
 
 @CASES
 def bytes_scaled_in_the_model() -> Case:
     net = [keras.Input((8,), dtype="uint8"), layers.Rescaling(1 / 255), layers.Dense(4)]
-    model = keras.Sequential(net)
-    model.compile("adam", "mse")
-    return model, {"x": (X * 20 + 128).astype(np.uint8), "y": Y}
+    return compiled(keras.Sequential(net), x=(X * 20 + 128).astype(np.uint8), y=Y)
 
 
 @CASES
@@ -208,9 +156,8 @@ def nested_inputs() -> Case:
     a, b, c = (keras.Input((8,), name=name) for name in "abc")
     x = layers.Concatenate()([a, b, c])
     model = keras.Model([a, {"b": b, "c": c}], layers.Dense(4)(x))
-    model.compile("adam", "mse")
     data = [X, {"b": -X, "c": X**2}]
-    return model, {"x": data, "y": Y, "validation_split": 0.25, "batch_size": BATCH}
+    return compiled(model, x=data, y=Y, validation_split=0.25, batch_size=BATCH)
 
 
 @CASES
@@ -218,8 +165,7 @@ def columns() -> Case:
     a, b = keras.Input((1,), name="a"), keras.Input((), name="b")
     x = layers.Concatenate()([a, layers.Reshape((1,))(b)])
     model = keras.Model({"a": a, "b": b}, layers.Dense(1)(x))
-    model.compile("adam", "mse")
-    return model, {"x": {"a": X[:, 0], "b": X[:, 1]}, "y": Y[:, 0]}
+    return compiled(model, x={"a": X[:, 0], "b": X[:, 1]}, y=Y[:, 0])
 
 
 @CASES

@@ -13,27 +13,6 @@ from tests.bridge.parity import BATCH, WEIGHTS, Case, X, Y, dense, test_data, te
 WHOLE = {"batch_size": BATCH}
 
 
-def arrays() -> Case:
-    return dense(keras.layers.Dropout(0.5), **WHOLE)
-
-
-def weighted() -> Case:
-    weights = {"sample_weight": WEIGHTS, **WHOLE}
-    return dense(compiled={"weighted_metrics": ["mse"]}, **weights)
-
-
-def some_steps() -> Case:
-    return dense(steps=3, **WHOLE)
-
-
-def steps_per_execution() -> Case:
-    return dense(compiled={"steps_per_execution": 3}, **WHOLE)
-
-
-def py_dataset() -> Case:
-    return dense(x=test_data.Batches(), y=None)
-
-
 def of(make: Any) -> Any:
     def case() -> Case:
         model, arguments = make()
@@ -43,11 +22,13 @@ def of(make: Any) -> Any:
 
 
 CASES = {
-    "arrays": arrays,
-    "weighted": weighted,
-    "some_steps": some_steps,
-    "steps_per_execution": steps_per_execution,
-    "py_dataset": py_dataset,
+    "arrays": lambda: dense(keras.layers.Dropout(0.5), **WHOLE),
+    "weighted": lambda: dense(
+        compiled={"weighted_metrics": ["mse"]}, sample_weight=WEIGHTS, **WHOLE
+    ),
+    "some_steps": lambda: dense(steps=3, **WHOLE),
+    "steps_per_execution": lambda: dense(compiled={"steps_per_execution": 3}, **WHOLE),
+    "py_dataset": lambda: dense(x=test_data.Batches(), y=None),
     "dict_targets": of(test_models.dict_targets),
     "lists_of_outputs": of(test_models.lists_of_outputs),
     "own_test_step": of(test_models.own_test_step),

@@ -46,15 +46,13 @@ def sample_weight_and_a_validation_split() -> Case:
 
 
 @CASES.every_run
-def class_weight_and_validation_data() -> Case:
-    arguments = {"class_weight": {0: 1.0, 1: 3.0}, "validation_data": (TEXTS[:9], LABELS[:9])}
-    return case(hub.text_classifier, TEXTS, LABELS, **arguments)
+def gpt2() -> Case:
+    return case(hub.gpt2, TEXTS, validation_data=(TEXTS[:9],))
 
 
-@CASES
-def too_many_steps_per_epoch() -> Case:
-    validation = {"validation_data": (TEXTS[:9], LABELS[:9]), "validation_freq": 2}
-    return case(hub.text_classifier, TEXTS, LABELS, steps_per_epoch=20, epochs=3, **validation)
+@CASES.every_run
+def image_classifier() -> Case:
+    return case(hub.image_classifier, IMAGES, LABELS)
 
 
 @CASES
@@ -63,31 +61,6 @@ def no_preprocessor() -> Case:
     x, y, _ = keras.utils.unpack_x_y_sample_weight(task.preprocess_samples(TEXTS, LABELS))
     task.preprocessor = None
     return task, arguments | {"x": x, "y": y}
-
-
-@CASES
-def pairs_of_texts() -> Case:
-    return case(hub.text_classifier, (TEXTS, TEXTS[::-1]), LABELS)
-
-
-@CASES.every_run
-def masked_lm() -> Case:
-    return case(hub.masked_lm, TEXTS)
-
-
-@CASES.every_run
-def gpt2() -> Case:
-    return case(hub.gpt2, TEXTS, validation_data=(TEXTS[:9],))
-
-
-@CASES.every_run
-def llama3() -> Case:
-    return case(hub.llama3, TEXTS)
-
-
-@CASES.every_run
-def image_classifier() -> Case:
-    return case(hub.image_classifier, IMAGES, LABELS)
 
 
 def with_lora(quantized: str | None = None) -> Any:
@@ -100,19 +73,31 @@ def with_lora(quantized: str | None = None) -> Any:
     return task
 
 
-@CASES.every_run
-def lora() -> Case:
-    return case(with_lora, TEXTS)
-
-
-@CASES
-def lora_on_an_int8_base() -> Case:
-    return case(lambda: with_lora("int8"), TEXTS)
-
-
-@CASES.every_run
-def lora_on_an_int4_base() -> Case:
-    return case(lambda: with_lora("int4"), TEXTS)
+CASES.table(
+    every_run="class_weight masked_lm llama3 lora lora_on_an_int4_base",
+    class_weight=lambda: case(
+        hub.text_classifier,
+        TEXTS,
+        LABELS,
+        class_weight={0: 1.0, 1: 3.0},
+        validation_data=(TEXTS[:9], LABELS[:9]),
+    ),
+    too_many_steps_per_epoch=lambda: case(
+        hub.text_classifier,
+        TEXTS,
+        LABELS,
+        steps_per_epoch=20,
+        epochs=3,
+        validation_data=(TEXTS[:9], LABELS[:9]),
+        validation_freq=2,
+    ),
+    pairs_of_texts=lambda: case(hub.text_classifier, (TEXTS, TEXTS[::-1]), LABELS),
+    masked_lm=lambda: case(hub.masked_lm, TEXTS),
+    llama3=lambda: case(hub.llama3, TEXTS),
+    lora=lambda: case(with_lora, TEXTS),
+    lora_on_an_int8_base=lambda: case(lambda: with_lora("int8"), TEXTS),
+    lora_on_an_int4_base=lambda: case(lambda: with_lora("int4"), TEXTS),
+)
 
 
 def tf_data(*data: Any) -> Any:

@@ -1,5 +1,6 @@
 """Layers with a state, a loss, a mask or a dtype of their own."""
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -11,55 +12,79 @@ from tests.bridge.parity import IMAGES, SEQUENCES, TOKENS, AddsLoss, Case, X, Y,
 CASES = parity.Cases()
 
 
-@CASES.every_run
-def batch_norm() -> Case:
-    return dense(layers.BatchNormalization(), validation_split=0.25)
+def changed(change: Callable[[Any], None], *more: Any) -> Case:
+    """Returns a dense model that was changed before it was compiled."""
+    model, arguments = dense(*more)
+    change(model)
+    model.compile("adam", "mse")
+    return model, arguments
 
 
-@CASES
-def dropout() -> Case:
-    return dense(layers.Dropout(0.5), layers.GaussianNoise(0.1))
-
-
-@CASES
-def frozen() -> Case:
-    model, arguments = dense(layers.BatchNormalization())
+def freeze(model: Any) -> None:
     model.layers[0].trainable = model.layers[1].trainable = False
-    model.compile("adam", "mse")
-    return model, arguments
 
 
-@CASES
-def wholly_frozen() -> Case:
-    model, arguments = dense(layers.BatchNormalization(), layers.Dropout(0.5))
+def freeze_all(model: Any) -> None:
     model.trainable = False
-    model.compile("adam", "mse")
-    return model, arguments
 
 
-@CASES
-def constraints() -> Case:
-    return dense(layers.Dense(8, kernel_constraint="max_norm", bias_constraint="non_neg"))
+def quantized(mode: str | None = None, rank: int | None = None) -> Case:
+    def change(model: Any) -> None:
+        for layer in model.layers:
+            if mode is not None:
+                layer.quantize(mode)
+            if rank is not None:
+                layer.enable_lora(rank)
+
+    return changed(change, layers.Dense(8))
 
 
-@CASES
-def kernel_regularizers() -> Case:
-    return dense(layers.Dense(8, kernel_regularizer="l2", bias_regularizer=regularizers.L1(0.1)))
+def net(x: Any, y: Any, *inner: Any, optimizer: Any = "adam", policy: Any = None) -> Case:
+    model = keras.Sequential([keras.Input(x.shape[1:]), *inner, layers.Dense(4, dtype=policy)])
+    model.compile(optimizer, "mse", metrics=["mae"])
+    return model, {"x": x, "y": y}
 
 
-@CASES
-def activity_regularizer() -> Case:
-    return dense(layers.Dense(8, activity_regularizer="l2"), layers.ActivityRegularization(0.01))
+def mixed(policy: str, optimizer: Any) -> Case:
+    hidden = layers.Dense(8, "relu", dtype=policy)
+    return net(X, Y, hidden, optimizer=optimizer, policy=policy)
 
 
-@CASES
-def add_loss() -> Case:
-    return dense(AddsLoss(), layers.Dense(8), AddsLoss())
-
-
-@CASES
-def spectral_normalization() -> Case:
-    return dense(layers.SpectralNormalization(layers.Dense(8)))
+CASES.table(
+    every_run="batch_norm mixed_bfloat16",
+    batch_norm=lambda: dense(layers.BatchNormalization(), validation_split=0.25),
+    dropout=lambda: dense(layers.Dropout(0.5), layers.GaussianNoise(0.1)),
+    frozen=lambda: changed(freeze, layers.BatchNormalization()),
+    wholly_frozen=lambda: changed(freeze_all, layers.BatchNormalization(), layers.Dropout(0.5)),
+    constraints=lambda: dense(
+        layers.Dense(8, kernel_constraint="max_norm", bias_constraint="non_neg")
+    ),
+    regularizers=lambda: dense(
+        layers.Dense(8, kernel_regularizer="l2", bias_regularizer=regularizers.L1(0.1)),
+        layers.Dense(8, activity_regularizer="l2"),
+        layers.ActivityRegularization(0.01),
+    ),
+    add_loss=lambda: dense(AddsLoss(), layers.Dense(8), AddsLoss()),
+    spectral_normalization=lambda: dense(layers.SpectralNormalization(layers.Dense(8))),
+    convolutions=lambda: net(
+        IMAGES,
+        Y,
+        layers.RandomFlip(),
+        layers.Conv2D(8, 3, activation="relu"),
+        layers.BatchNormalization(),
+        layers.MaxPooling2D(),
+        layers.Flatten(),
+    ),
+    bidirectional_gru=lambda: net(SEQUENCES, Y, layers.Bidirectional(layers.GRU(8, dropout=0.2))),
+    mixed_bfloat16=lambda: mixed("mixed_bfloat16", "adam"),
+    mixed_float16=lambda: mixed(
+        "mixed_float16", optimizers.LossScaleOptimizer(optimizers.SGD(0.1))
+    ),
+    lora=lambda: quantized(rank=2),
+    float8=lambda: quantized("float8"),
+    int4_with_lora=lambda: quantized("int4", 2),
+    int8_with_lora=lambda: quantized("int8", 2),
+)
 
 
 @CASES
@@ -73,30 +98,6 @@ def shared_layers_in_nested_models() -> Case:
 
 
 @CASES
-def convolutions() -> Case:
-    model = keras.Sequential(
-        [
-            keras.Input((6, 6, 4)),
-            layers.Conv2D(8, 3, activation="relu"),
-            layers.BatchNormalization(),
-            layers.MaxPooling2D(),
-            layers.Flatten(),
-            layers.Dense(4),
-        ]
-    )
-    model.compile("adam", "mse")
-    return model, {"x": IMAGES, "y": Y}
-
-
-@CASES
-def random_augmentation() -> Case:
-    net = [keras.Input((6, 6, 4)), layers.RandomFlip(), layers.Flatten(), layers.Dense(4)]
-    model = keras.Sequential(net)
-    model.compile("adam", "mse")
-    return model, {"x": IMAGES, "y": Y}
-
-
-@CASES
 def masks() -> Case:
     inputs = keras.Input((6,), dtype="int32")
     x = layers.Embedding(9, 8, mask_zero=True)(inputs)
@@ -107,19 +108,6 @@ def masks() -> Case:
 
 
 @CASES
-def bidirectional_gru() -> Case:
-    model = keras.Sequential(
-        [
-            keras.Input((6, 4)),
-            layers.Bidirectional(layers.GRU(8, dropout=0.2)),
-            layers.Dense(4),
-        ]
-    )
-    model.compile("adam", "mse")
-    return model, {"x": SEQUENCES, "y": Y}
-
-
-@CASES
 def attention() -> Case:
     inputs = keras.Input((6, 4))
     x = layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs)
@@ -127,62 +115,6 @@ def attention() -> Case:
     model = keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
     model.compile("adamw", "mse")
     return model, {"x": SEQUENCES, "y": Y}
-
-
-@CASES.every_run
-def mixed_bfloat16() -> Case:
-    policy = "mixed_bfloat16"
-    net = [keras.Input((8,)), layers.Dense(8, "relu", dtype=policy), layers.Dense(4, dtype=policy)]
-    model = keras.Sequential(net)
-    model.compile("adam", "mse", metrics=["mae"])
-    return model, {"x": X, "y": Y}
-
-
-@CASES
-def mixed_float16() -> Case:
-    policy = "mixed_float16"
-    net = [keras.Input((8,)), layers.Dense(8, "relu", dtype=policy), layers.Dense(4, dtype=policy)]
-    model = keras.Sequential(net)
-    model.compile(optimizers.LossScaleOptimizer(optimizers.SGD(0.1)), "mse")
-    return model, {"x": X, "y": Y}
-
-
-@CASES
-def lora() -> Case:
-    model, arguments = dense(layers.Dense(8))
-    for layer in model.layers:
-        layer.enable_lora(2)
-    model.compile("adam", "mse")
-    return model, arguments
-
-
-@CASES
-def float8() -> Case:
-    model, arguments = dense(layers.Dense(8))
-    for layer in model.layers:
-        layer.quantize("float8")
-    model.compile("adam", "mse")
-    return model, arguments
-
-
-@CASES
-def int4_with_lora() -> Case:
-    model, arguments = dense(layers.Dense(8))
-    for layer in model.layers:
-        layer.quantize("int4")
-        layer.enable_lora(2)
-    model.compile("adam", "mse")
-    return model, arguments
-
-
-@CASES
-def int8_with_lora() -> Case:
-    model, arguments = dense(layers.Dense(8))
-    for layer in model.layers:
-        layer.quantize("int8")
-        layer.enable_lora(2)
-    model.compile("adam", "mse")
-    return model, arguments
 
 
 @CASES.each

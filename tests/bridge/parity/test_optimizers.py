@@ -64,13 +64,13 @@ MAKERS = {
         optimizers.SGD(0.01, use_ema=True, ema_momentum=0.5), dynamic_growth_steps=2
     ),
 }
-EVERY_RUN = {"loss_scale_that_overflows", "accumulation"}
-for _name, _make in MAKERS.items():
-    CASES.named(
-        _name,
-        lambda make=_make: dense(compiled={"optimizer": make()}),
-        every_run=_name in EVERY_RUN,
-    )
+CASES.table(
+    every_run="loss_scale_that_overflows accumulation",
+    **{
+        name: lambda make=make: dense(compiled={"optimizer": make()})
+        for name, make in MAKERS.items()
+    },
+)
 
 
 @CASES
