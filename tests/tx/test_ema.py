@@ -1,11 +1,9 @@
 import jax
 import jax.numpy as jnp
-import keras
 import numpy as np
 import optax
 import pytest
 
-import bridge
 import functrain as ft
 
 from ..conftest import digest
@@ -115,18 +113,6 @@ def test_a_fit_evaluates_with_the_average() -> None:
     )
     w = np.asarray(ft.tx.ema_params(state)["w"], np.float64)
     assert history.epochs["val_loss"][-1] == pytest.approx(np.mean((X @ w - Y) ** 2), rel=1e-5)
-
-
-def test_a_keras_model_takes_the_average_home() -> None:
-    net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False, name="out")])
-    tx = optax.chain(optax.sgd(0.1), ft.tx.ema(0.9))
-    state = bridge.create_state(net, tx)
-    step = ft.train_step(ft.supervised(bridge.from_keras(net), optax.squared_error), tx)
-    state, _ = ft.fit(state, step, DATA, verbose=0)
-    bridge.to_keras(state.replace(params=ft.tx.ema_params(state)), net)
-    average = ft.tx.ema_params(state)["out"]["kernel"]
-    np.testing.assert_array_equal(net.get_weights()[0], average)
-    assert not np.array_equal(average, state.params["out"]["kernel"])
 
 
 def test_what_cannot_be_averaged_is_refused_in_words() -> None:

@@ -88,13 +88,6 @@ def test_updates_that_are_wider_than_their_params_keep_the_dtypes_of_the_state()
     assert np.isfinite(logs["gradient_norm"]).all()
 
 
-def test_a_python_number_may_be_a_param() -> None:
-    tx = ft.tx.log_norm(depth=1)
-    _, opt_state = tx.update({"w": 3.0}, tx.init({"w": 1.0}))
-    logs = ft.tx.logged(opt_state)
-    assert logs == {"gradient_norm": 3.0, "gradient_norm/w": 3.0}
-
-
 def test_what_optax_snapshots_is_logged_if_it_is_a_scalar() -> None:
     tx = optax.chain(
         optax.snapshot("largest", lambda g: jnp.max(g["w"])),

@@ -74,16 +74,6 @@ def test_a_negative_zero_stays_one() -> None:
     assert np.signbit(state.params["w"]).tolist() == [True, False]
 
 
-def test_the_loss_counts_even_where_its_gradient_is_finite() -> None:
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return params["w"] + batch, ft.Aux({"seen": model_state["seen"] + 1.0})
-
-    tx = ft.tx.skip_non_finite(optax.sgd(0.1))
-    state = ft.TrainState.create(params={"w": 1.0}, model_state={"seen": 0.0}, tx=tx)
-    new, _ = jax.jit(ft.train_step(loss_fn, tx))(state, jnp.inf)
-    assert (float(new.params["w"]), float(new.model_state["seen"])) == (1.0, 0.0)
-
-
 @pytest.mark.parametrize("guard", [ft.tx.skip_non_finite, ft.tx.loss_scale])
 def test_a_gradient_that_overflows_within_the_optimizer_changes_nothing(guard) -> None:
     def loss_fn(params, model_state, batch, *, rng, training):
