@@ -237,9 +237,9 @@ def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
         )
     if isinstance(leaf, jax.Array) and is_key(leaf):
         return jnp.copy(leaf)
-    require_fits(leaf, "expected", f" at {path_str(path)}")
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if not isinstance(leaf, jax.Array):
+        require_fits(leaf, "expected", f" at {path_str(path)}")
         # An explicit transfer passes `jax.transfer_guard`. On CPU it may share the memory.
         leaf = jax.device_put(np.asarray(leaf))
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))

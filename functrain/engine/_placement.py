@@ -329,17 +329,14 @@ def read_pins(carry: PyTree) -> Pins | None:
     drift from replicated to sharded.
     """
     leaves, structure = jax.tree.flatten(carry)
-    shardings = tuple(map(_sharding_to_pin, leaves))
-    return Pins(structure, shardings) if any(shardings) else None
-
-
-def _sharding_to_pin(x: Any) -> NamedSharding | None:
-    mesh = _relevant_mesh(x)
-    if mesh is None:
-        return None
-    # With explicit axes a sharding is part of an array's type, and cannot drift.
-    auto = jax.sharding.AxisType.Auto
-    return x.sharding if all(kind == auto for kind in mesh.axis_types) else None
+    shardings: list[NamedSharding | None] = []
+    for x in leaves:
+        mesh = _relevant_mesh(x)
+        # With explicit axes a sharding is part of an array's type, and cannot drift.
+        auto = jax.sharding.AxisType.Auto
+        is_pinned = mesh is not None and all(kind == auto for kind in mesh.axis_types)
+        shardings.append(x.sharding if is_pinned else None)
+    return Pins(structure, tuple(shardings)) if any(shardings) else None
 
 
 def pin_carry(returned: Any, pins: Pins | None) -> Any:

@@ -15,6 +15,8 @@ from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches, BatchSignature, Chunk, batch_signature, shapes
+from functrain.engine._position import Position
+from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.targets._chips import Chip, machine_memory
 
 FuseArg: TypeAlias = int | Literal["auto"]
@@ -218,9 +220,8 @@ def prediction_interval(steps: int | None) -> int | None:
 def chunks(
     batches: Batches,
     plan: Plan,
-    until_due: Callable[[int], int | None] = lambda batch: None,
-    *,
-    start: int = 0,
+    triggers: Iterable[Trigger] = (),
+    position: Position = Position(),  # noqa: B008  # a tuple, which is immutable
 ) -> Iterator[Chunk]:
     """Yields the chunks of the epoch that `batches` has begun.
 
@@ -235,11 +236,11 @@ def chunks(
     Args:
       batches: The data.
       plan: Chooses K for each shape, for this epoch and the next ones.
-      until_due: Given the number of the next batch, returns how many batches a chunk may hold
-        before it has to end; None if nothing is due.
-      start: Number of the first batch.
+      triggers: A chunk ends where one of them is due.
+      position: The position of the first batch.
     """
-    number, previous = start, None
+    number, previous = position.batch, None
+    steps_before = position.step - position.batch
     while (batch := batches.peek()) is not None:
         if plan.first is None:
             # The first batch may be a smaller one: a run can resume at the last of an epoch.
@@ -257,7 +258,8 @@ def chunks(
             group.is_stacked = True
         if group.is_stacked:
             full_steps = batches.full_steps if group is plan.first else None
-            limits = _rows_and_limit(group.k, plan, until_due(number), full_steps, number)
+            until_due = steps_until_due(triggers, steps_before + number)
+            limits = _rows_and_limit(group.k, plan, until_due, full_steps, number)
             chunk = batches.take(*limits)
         else:
             # Room for one batch only: a chunk with room for K would hold zeros in all other rows.

@@ -108,7 +108,7 @@ class Evaluation:
     ) -> None:
         require_eval_step(step)
         self.step, self.batches, self.jit = step, as_batches(data), jit
-        self.sharding = _placement.batch_sharding(sharding)
+        self.sharding = None if sharding is None else _placement.batch_sharding(sharding)
         self._fuse, self._rewrites = fuse, rewrites
         # Raises an error for metrics whose values are no scalars.
         metric_names(step)

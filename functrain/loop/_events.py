@@ -210,7 +210,11 @@ class ChunkEnd(Event):
         leaves, structure = jax.tree.flatten(self.rows)
         # Making path strings is slow, and they are the same for every chunk.
         if structure not in self._log_names:
-            self._log_names[structure] = _names_of_scalars(self.rows, self._of_members)
+            self._log_names[structure] = [
+                (i, name_of(path))
+                for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self.rows))
+                if is_scalar_per_step(x, self._of_members)
+            ]
         return {name: leaves[i] for i, name in self._log_names[structure]}
 
 
@@ -228,15 +232,6 @@ def is_scalar_per_step(rows: Any, of_members: bool = False) -> bool:
     """Returns True if the log is one real number a step (a member of a population)."""
     is_real = not (_tree.is_key(rows) or jnp.issubdtype(rows.dtype, jnp.complexfloating))
     return is_real and rows.ndim == (2 if of_members else 1)
-
-
-def _names_of_scalars(rows: PyTree, of_members: bool) -> list[tuple[int, str]]:
-    """Returns the indices, among the leaves, and the names of the logs that a history can hold."""
-    names = []
-    for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(rows)):
-        if is_scalar_per_step(x, of_members):
-            names.append((i, name_of(path)))
-    return names
 
 
 class LateLogs:
@@ -257,15 +252,12 @@ class LateLogs:
         chunk = event if self._receivers and isinstance(event, ChunkEnd) else None
         if chunk is not None:
             chunk.start_copy()
-        self._pass_on_and_keep(chunk)
+        self.flush(chunk)
 
-    def flush(self) -> None:
+    def flush(self, next_chunk: ChunkEnd | None = None) -> None:
         """Passes on the logs that are pending. Waits until their program has run."""
-        self._pass_on_and_keep(None)
-
-    def _pass_on_and_keep(self, chunk: ChunkEnd | None) -> None:
-        # Kept first: if a receiver raises an error, these logs are passed on at the exit.
-        pending, self._pending = self._pending, chunk
+        # Assigned first: if a receiver raises an error, the next logs are passed on at the exit.
+        pending, self._pending = self._pending, next_chunk
         if pending is not None:
             for receive in self._receivers:
                 receive(pending)

@@ -19,7 +19,6 @@ from functrain.engine._plan import Plan, chunks
 from functrain.engine._position import Position
 from functrain.engine._programs import compute_metrics
 from functrain.engine._signals import DeferredSignals
-from functrain.engine._trigger import steps_until_due
 from functrain.loop._arguments import RunArguments
 from functrain.loop._events import ChunkBegin, ChunkEnd, EpochBegin, EpochEnd, Event, RunEnd
 from functrain.loop._require import require_batches
@@ -280,13 +279,8 @@ class Loop:
 
     def _begin_epoch(self, position: Position) -> Iterator[Chunk]:
         """Yields the chunks of an epoch, beginning at the batch of the position."""
-        steps_before = position.step - position.batch
-
-        def until_due(batch: int) -> int | None:
-            return steps_until_due(self.arguments.boundaries, steps_before + batch)
-
         self.batches.begin(position.epoch, position.batch)
-        yield from chunks(self.batches, self.plan, until_due, start=position.batch)
+        yield from chunks(self.batches, self.plan, self.arguments.boundaries, position)
 
     def _prepare_next_epoch(self) -> None:
         """Makes the next epoch's first chunk while the device computes the last one of this epoch.

@@ -257,7 +257,7 @@ def begin_run(
             # The hook of bridge hands over its own state before the first step.
             carry = state
         else:
-            is_abstract = any(map(_is_abstract, jax.tree.leaves(state)))
+            is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
             advice = "Pass the state itself: there is no checkpoint to resume from."
             require(not is_abstract, "state", "arrays with values", state, advice)
             owned = _tree.copy_if_needed(state) if arguments.donate else _tree.copy(state)
@@ -300,7 +300,3 @@ def _plan(carry: PyTree, arguments: RunArguments) -> Plan:
         intervals=lambda batch: [batches.full_steps, longest_interval(triggers)],
         chip=None if platform_of(carry) == "cpu" else accelerator_of(carry),
     )
-
-
-def _is_abstract(leaf: Any) -> bool:
-    return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -20,6 +20,7 @@ from functrain.hooks._hook import HookLike, HookRunner, triggers_of
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._arguments import RunArguments, run_arguments
 from functrain.loop._events import LateLogs
+from functrain.loop._loop import Loop
 from functrain.loop._run import Run, begin_run
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
@@ -198,20 +199,17 @@ def fit(
         runner.resumable()
         parts: dict[str, Any] = {"history": recorder, "hooks": runner, "losses": recorder.losses}
         saving = Saving(
-            checkpointer,
-            arguments.batches,
-            parts,
-            losses=recorder.losses,
-            flush_logs=logs.flush,
+            checkpointer, arguments.batches, parts, losses=recorder.losses, flush_logs=logs.flush
         )
     signals = signals_of_run(saving is not None, interrupt=True)
     events = begin_run(state, step, arguments, saving=saving, signals=signals)
-    first_position = events.position
+    loop, first_position = events.loop, events.loop.position
     try:
         with signals:
-            _handle_events(events, arguments, runner, recorder, logs, verbose)
+            _handle_events(events, runner, recorder, logs, verbose)
     except BaseException as error:
-        _attach_result(error, events, recorder, first_position)
+        if loop.position != first_position:
+            _attach_result(error, loop, recorder)
         # The note is not worth another error, as of a store that cannot be reached.
         with contextlib.suppress(Exception):
             if checkpointer is not None and (saved_step := checkpointer.latest()) is not None:
@@ -223,9 +221,9 @@ def fit(
         recorder.losses.warn(
             by_epochs=steps is None,
             epochs_before=arguments.batches.epochs_before,
-            active=events.state.active if traits_of(step).is_population else None,
+            active=loop.state.active if traits_of(step).is_population else None,
         )
-    return FitResult(events.state, recorder.history())
+    return FitResult(loop.state, recorder.history())
 
 
 def _recorder(step: Any, arguments: RunArguments, runner: HookRunner, history: str) -> Recorder:
@@ -242,19 +240,14 @@ def _recorder(step: Any, arguments: RunArguments, runner: HookRunner, history: s
 
 
 def _handle_events(
-    events: Run,
-    arguments: RunArguments,
-    runner: HookRunner,
-    recorder: Recorder,
-    logs: LateLogs,
-    verbose: Verbose,
+    events: Run, runner: HookRunner, recorder: Recorder, logs: LateLogs, verbose: Verbose
 ) -> None:
     """Calls hooks, recorder and progress report with the events of a run."""
-    resumed = events.resumed
+    loop, resumed = events.loop, events.loop.resumed
     # Of several processes, only one reports.
     verbose = verbose if jax.process_index() == 0 else 0
     progress = ProgressReport(
-        events.epochs, arguments.batches.steps, verbose, events.position, resumed=resumed
+        loop.epochs, loop.batches.steps, verbose, loop.position, resumed=resumed
     )
     # The hooks of a finished fit have handled its end, and their values are in its history.
     if resumed is not None and resumed.finished:
@@ -268,17 +261,16 @@ def _handle_events(
             recorder.before(event)
             runner(event)
             recorder.after(event)
-            progress(event, recorder)
+            if not progress.is_silent:
+                progress(event, recorder)
 
 
-def _attach_result(error: BaseException, events: Run, recorder: Recorder, begin: Position) -> None:
+def _attach_result(error: BaseException, loop: Loop, recorder: Recorder) -> None:
     """Attaches the last state and its history to an error."""
-    if events.position == begin:
-        return
-    last = events.last_complete_state()
+    last = loop.last_complete_state()
     if last is None:
         error.add_note(
-            f"Nothing is left of the {events.position.step:,} steps that were begun: a program "
+            f"Nothing is left of the {loop.position.step:,} steps that were begun: a program "
             "had consumed the state. fit(checkpointer=) saves the state at intervals."
         )
         return

@@ -36,6 +36,9 @@ class ProgressReport:
       start: The position at which the fit starts or resumes.
       console: The console to write to; standard output by default.
       resumed: The checkpoint that the fit resumes from, if any, which is reported first.
+
+    Attributes:
+      is_silent: True if nothing is shown.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class ProgressReport:
         self._resumed = resumed
         self._console = console or Console()
         self._style = _style(verbose, self._console)
+        self.is_silent = self._style == "none"
         self._epochs = epochs
         self._total = steps_per_epoch
         self._bar: Bar | None = None
@@ -61,7 +65,7 @@ class ProgressReport:
 
     def __enter__(self) -> Self:
         """Reports the checkpoint that is resumed, and shows the bar, if any."""
-        if self._resumed and self._style != "none":
+        if self._resumed and not self.is_silent:
             self._print(self._resumed.describe())
         if self._style == "bar" and not (self._resumed and self._resumed.finished):
             self._show()

@@ -17,7 +17,6 @@ from functrain.engine._plan import (
     auto_steps,
     chunks,
 )
-from functrain.engine._trigger import steps_until_due
 from functrain.targets import Chip
 from functrain.targets._chips import machine_memory
 
@@ -44,11 +43,9 @@ class Feed:
         )
 
     def epoch(self, epoch: int = 0, step: int = 0, start: int = 0) -> Any:
-        def until(batch: int) -> int | None:
-            return steps_until_due(self.boundaries, step + batch)
-
         self.batches.begin(epoch, start)
-        return chunks(self.batches, self.plan, until, start=start)
+        position = ft.Position(step + start, epoch, start)
+        return chunks(self.batches, self.plan, self.boundaries, position)
 
 
 def sizes(feed: Feed, *at: int) -> list[tuple[int, int]]:
