@@ -159,17 +159,6 @@ def test_a_module_that_draws_in_inference_gets_a_key_there_too() -> None:
     assert np.any(layer(X) != layer(X))
 
 
-@pytest.mark.parametrize("switch", ["training", "train", "deterministic", "use_running_average"])
-def test_the_switch_is_found_by_its_name(switch: str) -> None:
-    text = f"lambda self, x, {switch}: x * ({switch} if 'train' in '{switch}' else not {switch})"
-    linen = type("Linen", (nn.Module,), {"__call__": eval(text)})()
-    modern = type("Modern", (nnx.Module,), {"__call__": eval(text)})()
-    for module in (linen, modern):
-        layer = bridge.from_flax(module)
-        assert np.all(layer(X) == 0)
-        np.testing.assert_array_equal(layer(X, training=True), X)
-
-
 class Tokens(nn.Module):
     @nn.compact
     def __call__(self, inputs: dict[str, Any]) -> dict[str, Any]:
