@@ -145,7 +145,7 @@ class Cost:
         # Shares are those of the kernels where no times are known.
         has_times = any(layer.seconds for layer in self.layers)
         weights = [x.seconds if has_times else x.kernels for x in self.layers]
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for layer, weight in zip(self.layers[:ROWS], weights, strict=False):
             seconds = _format_time(layer.seconds) if has_times else "-"
             share = f"{weight / sum(weights):.1%}"
@@ -210,7 +210,7 @@ def cost(
         cycles[name] += calls * instruction.cycles
         if instruction.opcode in _hlo.KERNELS:
             kernels[name] += calls
-            # Such a kernel writes a part of its result, in place.
+            # What is written is also read, but such a kernel writes a part of its result in place.
             is_partial = "dynamic_update_slice" in instruction.name.replace("-", "_")
             moved += 0 if is_partial else 2 * calls * instruction.bytes
     # In a loop of unknown length, which a CPU has, every instruction was counted once.

@@ -141,6 +141,7 @@ def explain_rewrites(
     platform = platform_of((args, kwargs))
     chosen = _optimize.resolve_mode(rewrites, platform)
     if args:
+        # A step with metrics carries their values beside the state.
         args = traits_of(fn).wrap_state(args[0]), *args[1:]
     try:
         # A step, such as that of a population, may be another program on each platform.
@@ -152,6 +153,7 @@ def explain_rewrites(
         note = f"The function runs unchanged: rewrites are off (platform: {platform})."
         return _explain(_walk(closed, obstacle="rewrites are off"), (), note)
     if platform != "cpu":
+        # As the pass does: on accelerators, rules see across the borders of calls.
         closed = inline_calls(closed)
     failures = _optimize.rewrite_or_keep(closed, chosen, platform)[1]
     note = "\n".join(f"A rewrite failed and is not used: {failure}" for failure in failures)

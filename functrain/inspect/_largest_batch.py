@@ -78,6 +78,7 @@ def largest_batch(
                 "target: expected the devices, such as functrain.target('tpu:v5e'), got None. How "
                 "much memory a CPU may use is unknown; functrain.target() allows all of it."
             )
+        # No batch fits beside a state that takes all of the memory.
         if needed.state + needed.original_state > needed.chip.memory_bytes:
             return 0
         if needed.fits:

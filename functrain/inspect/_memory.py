@@ -15,7 +15,7 @@ from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.engine._driver import RUN_AHEAD
 from functrain.engine._plan import nbytes
-from functrain.inspect._fit_program import lower_fit
+from functrain.inspect._fit_program import FitProgram, lower_fit
 from functrain.inspect._leaf import bytes_on_each
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
@@ -218,21 +218,7 @@ def memory(
     logs = nbytes(program.lowered.out_info[1])
     # On accelerators the copy is fetched to the host before it is written.
     is_cpu = platform_of(program.carry) == "cpu"
-    arguments, is_refused = 0, False
-    try:
-        stats = program.lowered.compile().memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        is_refused = True
-        # A leaf that is larger than the memory is refused before temporaries are counted.
-        is_leaf = max(leaves.values(), default=0) > program.chip.memory_bytes
-        temporaries = 0 if is_leaf else _refused_bytes(str(error))
-    else:
-        # Results that could not reuse the buffer of a donated argument need memory, too.
-        results = stats.output_size_in_bytes - stats.alias_size_in_bytes - logs
-        temporaries = int(stats.temp_size_in_bytes + max(0, results))
-        arguments = int(stats.argument_size_in_bytes)
+    temporaries, arguments, is_refused = _compile(program, logs, max(leaves.values(), default=0))
     return Memory(
         k=program.k,
         leaves=leaves,
@@ -247,6 +233,28 @@ def memory(
         chip=None if is_cpu and target is None else program.chip,
         is_refused=is_refused,
     )
+
+
+def _compile(program: FitProgram, logs: int, largest_leaf: int) -> tuple[int, int, bool]:
+    """Returns the bytes of temporaries and arguments, and True if the compiler refuses a program.
+
+    Args:
+      program: The program.
+      logs: The bytes of its logs.
+      largest_leaf: The bytes of the largest leaf of the state.
+    """
+    try:
+        stats = program.lowered.compile().memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        # A leaf that is larger than the memory is refused before temporaries are counted.
+        is_leaf = largest_leaf > program.chip.memory_bytes
+        return 0 if is_leaf else _refused_bytes(str(error)), 0, True
+    # Results that could not reuse the buffer of a donated argument need memory, too.
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes - logs
+    temporaries = stats.temp_size_in_bytes + max(0, results)
+    return int(temporaries), int(stats.argument_size_in_bytes), False
 
 
 def _refused_bytes(message: str) -> int:

@@ -83,6 +83,7 @@ class Search:
 
         for eqn in jaxpr.eqns:
             outputs = [values[var] for var in eqn.outvars]
+            # Bodies are entered only if something that is not finite leaves them.
             if any(has_nan(x.array) or has_infinity(x.array) for x in outputs):
                 traced = self._trace(jaxpr, eqn, list(map(read, eqn.invars)), outputs)
                 values |= zip(eqn.outvars, traced, strict=True)
@@ -108,6 +109,7 @@ class Search:
         traced = []
         for (array, *_), (_, nan, infinity) in zip(outputs, inner, strict=True):
             if has_nan(array) and not nan:
+                # NaN of the inputs came first. Constants among them have no event.
                 nan = _first(nan_inputs)
                 if not nan_inputs:
                     needs_them = infinite_inputs and _needs_infinities(jaxpr, eqn, inputs, outputs)
