@@ -1,5 +1,4 @@
 import csv
-import os
 import resource
 
 import jax.numpy as jnp
@@ -64,22 +63,6 @@ def test_a_row_that_did_not_fit_on_the_disk_is_missing_and_no_other(tmp_path) ->
     add(4, accuracy=1.0)
     assert path.read_text().splitlines()[1:] == ["0,1,0.5,", "0,3,0.5,", "0,4,0.5,1.0"]
     log.close()
-
-
-def test_a_column_is_added_where_no_open_file_can_be_replaced(tmp_path, monkeypatch) -> None:
-    def replace(source, target, replace=os.replace) -> None:
-        """Replaces a file as Windows does."""
-        handles = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
-        if str(target) in map(os.path.realpath, handles):
-            raise PermissionError(13, "The process cannot access the file")
-        replace(source, target)
-
-    monkeypatch.setattr("os.replace", replace)
-    log = ft.hooks.CSVLogger(tmp_path / "log.csv")
-    for step, values in enumerate([{"loss": 0.5}, {"loss": 0.25, "accuracy": 1.0}]):
-        log(ft.events.EpochEnd(position=ft.Position(step=step), state=(), values=values))
-    log.close()
-    assert (tmp_path / "log.csv").read_text().splitlines()[1:] == ["0,0,0.5,", "0,1,0.25,1.0"]
 
 
 def every_other_epoch(path) -> list:

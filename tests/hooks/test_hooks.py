@@ -1,5 +1,4 @@
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import functrain as ft
 from functrain.hooks._hook import HookRunner
 
 from ..conftest import digest
+from .fits import Scripted
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(375, 4)).astype(np.float32)
@@ -115,42 +115,6 @@ def test_a_stop_after_the_last_step_of_an_epoch_still_ends_that_epoch(steps, epo
     assert len(history.epochs.get("loss", [])) == epochs
 
 
-def test_a_hook_can_change_the_state() -> None:
-    @ft.at(64)
-    def reset(event):
-        event.state = start()
-
-    state, _ = fit(reset, epochs=1)
-    assert int(state.step) == 188 - 64
-
-
-def test_a_state_that_does_not_fit_is_refused_by_leaf() -> None:
-    @ft.at(64)
-    def break_it(event):
-        event.state = event.state.replace(params={"w": jnp.zeros((4, 2))})
-
-    with pytest.raises(ValueError, match=r"(?s)event\.state.*params/w: expected float32\[4, 1\]"):
-        fit(break_it)
-
-
-@pytest.mark.parametrize("by_hook", [True, False])
-def test_a_state_changed_in_place_is_named_by_its_missing_leaf(by_hook) -> None:
-    def remove(event):
-        event.state["count"] = None
-
-    step, state, data = lambda s, b: ({"count": s["count"] + 1}, {}), {"count": 0}, [np.ones(2)] * 3
-
-    def train():
-        if by_hook:
-            ft.fit(state, step, data, fuse=1, hooks=[remove], verbose=0)
-        else:
-            for event in ft.run(state, step, data, fuse=1):
-                remove(event)
-
-    with pytest.raises(ValueError, match=r"(?s)event\.state: .* got\n  count: missing"):
-        train()
-
-
 def test_values_that_hooks_add_are_in_the_history() -> None:
     @ft.every(epochs=1)
     def norm(event):
@@ -173,88 +137,6 @@ def test_evaluating_within_an_epoch_equals_evaluating_that_state() -> None:
     assert history.within_epochs["val_loss"][1][0] == expected
 
 
-def test_a_hook_that_fails_closes_the_others() -> None:
-    closed = []
-
-    class Closing:
-        def __call__(self, event):
-            pass
-
-        def close(self):
-            closed.append(True)
-
-    def fail(event):
-        raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(Closing(), fail)
-    assert closed == [True]
-
-
-def test_a_hook_that_cannot_begin_closes_those_that_have_begun() -> None:
-    told = []
-
-    class Closing:
-        def __init__(self, fails):
-            self.fails = fails
-
-        def __call__(self, event):
-            pass
-
-        def begin(self):
-            if self.fails:
-                raise RuntimeError("on purpose")
-            told.append("begin")
-
-        def close(self):
-            told.append("close")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        fit(Closing(fails=False), Closing(fails=True))
-    assert told[:2] == ["begin", "close"]
-
-
-class Scripted:
-    """Puts a given value into each epoch."""
-
-    def __init__(self, *values):
-        self.values = iter(values)
-
-    def __call__(self, event):
-        if isinstance(event, ft.events.EpochEnd):
-            event.values["score"] = next(self.values)
-
-
-@pytest.mark.parametrize(
-    ("scores", "mode", "patience", "epochs", "best"),
-    [
-        ([3.0, 2.0, 2.5, 2.6, 1.0], "min", 2, 4, 2),
-        ([3.0, 2.0, 2.5, 1.0, 1.5], "min", 2, 5, 4),
-        ([1.0, 2.0, 1.5], "max", 0, 3, 2),
-        ([2.0, float("nan"), float("nan"), 1.0], "min", 2, 3, 1),
-        ([2.0, 1.9, 1.85, 1.0], "min", 2, 3, 1),
-    ],
-)
-def test_early_stopping_ends_with_the_best_state(scores, mode, patience, epochs, best) -> None:
-    states = [
-        digest(e.state)
-        for e in ft.run(start(), STEP, LOADER, epochs=5)
-        if isinstance(e, ft.events.EpochEnd)
-    ]
-    how = {"patience": patience, "mode": mode, "min_delta": 0.2, "restore_best": True}
-    hook = ft.hooks.EarlyStopping("score", **how)
-    state, history = fit(Scripted(*scores), hook, epochs=5)
-    assert len(history.epochs["score"]) == epochs
-    assert hook.best == scores[best - 1]
-    assert hook.best_step == best * 188
-    assert digest(state) == states[best - 1]
-
-
-def test_early_stopping_names_the_values_there_are() -> None:
-    with pytest.raises(ValueError, match=r"monitor: expected one of \['loss'\], got 'val_loss'"):
-        fit(ft.hooks.EarlyStopping("val_loss"))
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -265,6 +147,8 @@ def test_early_stopping_names_the_values_there_are() -> None:
         (lambda: ft.every(seconds=-1), "a positive, finite number of seconds, got -1"),
         (lambda: ft.at(), "one or more steps from 1 on"),
         (lambda: ft.at(0), "one or more steps from 1 on"),
+        (lambda: ft.hooks.Throughput(flops_per_step="3"), "flops_per_step: .* got '3'"),
+        (lambda: ft.every(steps=True), "whole number of steps, got True"),
         (lambda: ft.hooks.EarlyStopping(mode="least"), "mode: expected 'auto'"),
         (lambda: ft.hooks.EarlyStopping(patience=-1), "patience: .*0 or more, got -1"),
     ],
@@ -272,6 +156,15 @@ def test_early_stopping_names_the_values_there_are() -> None:
 def test_settings_that_make_no_sense_are_refused(make, message) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("value", [np.ones(3), "good", None], ids=str)
+def test_values_that_are_no_numbers_are_refused_by_name(value) -> None:
+    def add(event):
+        event.values["word"] = value
+
+    with pytest.raises(TypeError, match=r"event\.values\['word'\]: expected a number, got "):
+        fit(add, epochs=1)
 
 
 async def coroutine(event):
@@ -297,40 +190,12 @@ def generator(event):
 def test_what_is_no_hook_is_refused_by_place(tmp_path, make, words) -> None:
     with pytest.raises(TypeError, match=rf"hooks\[0\]: expected a function of one event.*{words}"):
         fit(make(tmp_path / "run"))
-
-
-def test_a_number_for_a_trigger_is_refused_with_the_hook_that_has_it(tmp_path) -> None:
-    hook = ft.hooks.CSVLogger(tmp_path / "log.csv")
+    hook = Recording()
     hook.every = 100
-    with pytest.raises(
-        TypeError, match=r"hooks\[0\]: expected `every` of CSVLogger to be a trigger.* got 100"
-    ):
+    with pytest.raises(TypeError, match=r"hooks\[0\]: expected `every` of Recording to be a"):
         fit(hook)
-
-
-def test_a_bare_function_for_hooks_is_refused_with_the_list_it_wants() -> None:
-    def hook(event):
-        raise AssertionError("never called")
-
-    step, data = lambda s, b: (s, {}), [np.ones(2)]
     with pytest.raises(TypeError, match=r"hooks: expected a sequence.*hooks=\[hook\]"):
-        ft.fit((), step, data, hooks=hook, verbose=0)
-
-
-def test_an_owner_of_the_loop_gets_the_same_events() -> None:
-    due = ft.every(steps=100)
-    events = ft.run(start(), STEP, LOADER, epochs=2, fuse=32, boundaries=[due])
-    steps = [e.step for e in events if isinstance(e, ft.events.ChunkEnd) and e.step % 100 == 0]
-    assert steps == [100, 200, 300]
-
-
-def test_a_run_goes_on_from_an_edited_state_with_a_copy_of_it() -> None:
-    mine = start()
-    events = ft.run(start(), STEP, LOADER, fuse=32)
-    for event in itertools.islice(events, 1):
-        event.state = mine
-    next(events)
-    assert not any(x.is_deleted() for x in jax.tree.leaves(mine))
+        ft.fit((), lambda s, b: (s, {}), [np.ones(2)], hooks=print, verbose=0)
 
 
 def test_hooks_can_be_used_in_another_run(tmp_path) -> None:
@@ -412,80 +277,7 @@ def test_hooks_whose_states_could_be_mixed_up_are_refused_before_a_step(
     assert len(HookRunner(hooks).resumable()) == 2
 
 
-def test_a_state_that_does_not_fit_is_refused_at_the_end_too() -> None:
-    def junk(event):
-        if isinstance(event, ft.events.RunEnd):
-            event.state = "junk"
-
-    with pytest.raises(ValueError, match=r"event\.state: expected a state with the structure"):
-        fit(junk, epochs=1)
-
-
-def test_every_hook_is_closed_even_if_closing_one_fails() -> None:
-    closed = []
-
-    class Closing:
-        def __init__(self, fails):
-            self.fails = fails
-
-        def __call__(self, event):
-            pass
-
-        def close(self):
-            closed.append(self.fails)
-            if self.fails:
-                raise OSError("no space")
-
-    with pytest.raises(OSError, match="no space"):
-        fit(Closing(False), Closing(True), Closing(False), epochs=1)
-    assert closed == [False, True, False]
-
-
-def test_values_that_are_no_numbers_are_refused_by_name() -> None:
-    def arrays(event):
-        event.values["arr"] = np.ones(3)
-
-    with pytest.raises(TypeError, match=r"event\.values\['arr'\]: expected a number, got float64"):
-        fit(arrays, epochs=1)
-
-
-@pytest.mark.parametrize("value", ["good", None])
-def test_values_that_are_texts_or_nothing_are_refused_by_name(value) -> None:
-    def words(event):
-        event.values["word"] = value
-
-    with pytest.raises(TypeError, match=r"event\.values\['word'\]: expected a number, got "):
-        fit(words, epochs=1)
-
-
-def test_numpy_integers_are_numbers_of_steps() -> None:
-    assert ft.every(steps=np.int64(5)).next_step(5) == 10
-    assert ft.at(*np.arange(1, 3)).next_step(1) == 2
-    with pytest.raises(ValueError, match="whole number of steps, got True"):
-        ft.every(steps=True)
-
-
-def test_what_steps_before_an_error_reported_reaches_hooks_before_they_are_closed() -> None:
-    told = []
-
-    class Late:
-        def __call__(self, event):
-            if event.step == 64:
-                raise RuntimeError("on purpose")
-
-        def logs(self, event):
-            told.append(event.step)
-
-        def close(self):
-            told.append("close")
-
-    with pytest.raises(RuntimeError, match="on purpose") as caught:
-        fit(Late())
-    assert told == [32, 64, "close"]
-    assert len(caught.value.fit_result.history.steps["loss"]) == 64
-
-
-def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypatch) -> None:
+def test_only_the_first_process_saves_and_restores_a_logger(tmp_path, monkeypatch) -> None:
     path = tmp_path / "log.csv"
 
     def rows_after_a_restore(process: int) -> int:
@@ -500,9 +292,6 @@ def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypa
         return len(path.read_text().splitlines()) - 1
 
     assert [rows_after_a_restore(process) for process in (1, 0)] == [2, 1]
-
-
-def test_only_the_first_process_saves_the_state_of_a_logger(tmp_path, monkeypatch) -> None:
     hooks = HookRunner([ft.hooks.TensorBoard(tmp_path), ft.hooks.EarlyStopping()])
     assert len(hooks.state()) == 2
     monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -510,25 +299,47 @@ def test_only_the_first_process_saves_the_state_of_a_logger(tmp_path, monkeypatc
 
 
 class Recording:
-    """A hook with all methods, one of which takes the events."""
+    """A hook with all methods, one of which takes the events.
 
-    def __init__(self):
-        self.calls = []
+    Args:
+      failing: The method that raises an error, or the step at which the call does.
+    """
+
+    def __init__(self, failing=None):
+        self.calls, self.failing = [], failing
+
+    def note(self, call):
+        self.calls.append(call)
+        if call == self.failing:
+            raise RuntimeError("on purpose")
 
     def __call__(self, event):
-        self.calls.append(event.step)
+        self.note(event.step)
 
     def method(self, event):
-        self.calls.append(event.step)
+        self.note(event.step)
 
     def begin(self):
-        self.calls.append("begin")
+        self.note("begin")
 
     def logs(self, event):
-        self.calls.append(("logs", event.step))
+        self.note(("logs", event.step))
 
     def close(self):
-        self.calls.append("close")
+        self.note("close")
+
+
+@pytest.mark.parametrize("failing", ["begin", 64, "close"])
+def test_all_hooks_are_closed_when_one_fails_and_steps_before_an_error_are_logged(failing) -> None:
+    hooks = [Recording(), Recording(failing), Recording()]
+    with pytest.raises(RuntimeError, match="on purpose") as caught:
+        fit(*hooks, epochs=1)
+    assert [hook.calls.count("close") for hook in hooks] == [1, 1, 1]
+    assert all(hook.calls[-1] == "close" for hook in hooks)
+    assert hooks[0].calls[0] == "begin"
+    if failing == 64:
+        assert ("logs", 64) in hooks[0].calls
+        assert len(caught.value.fit_result.history.steps["loss"]) == 64
 
 
 @pytest.mark.parametrize("kind", ["function", "bound method", "partial", "builtin method"])
@@ -584,138 +395,3 @@ def test_early_stopping_knows_the_schedule_of_the_hook_that_makes_its_value() ->
     stopping = ft.hooks.EarlyStopping("measured", patience=1, mode="max")
     fit(measure, stopping)
     assert stopping.best_step == 50
-
-
-MUTABLE = {
-    "dict": lambda: {"w": jnp.zeros(3), "n": jnp.zeros(())},
-    "list": lambda: [jnp.zeros(3), jnp.zeros(())],
-    "list in a tuple": lambda: ([jnp.zeros(3)], jnp.zeros(())),
-    "TrainState": lambda: ft.TrainState.create(params={"w": jnp.zeros(3)}, tx=optax.sgd(1.0)),
-}
-
-
-def assign(state, kind, leaf):
-    where, key = {
-        "dict": lambda: (state, "w"),
-        "list": lambda: (state, 0),
-        "list in a tuple": lambda: (state[0], 0),
-        "TrainState": lambda: (state.params, "w"),
-    }[kind]()
-    where[key] = leaf
-
-
-@pytest.mark.parametrize(
-    "leaf",
-    [jnp.full(3, 5.0), jnp.full(3, np.float32(5)), np.full(3, 5.0)],
-    ids=["weak", "jax", "numpy"],
-)
-@pytest.mark.parametrize("kind", MUTABLE)
-def test_a_leaf_that_is_assigned_in_place_stays_the_user_s(kind, leaf) -> None:
-    def step(state, batch):
-        return jax.tree.map(lambda x: x + 1, state), {}
-
-    given = MUTABLE[kind]()
-    before = digest(given)
-    for event in ft.run(given, step, ft.NoData(4), fuse=1):
-        if isinstance(event, ft.events.ChunkEnd) and event.step == 2:
-            assign(event.state, kind, leaf)
-    expected = jax.tree.map(lambda x: x + 4, given)
-    assign(expected, kind, jnp.full(3, 7.0, jnp.float32))
-    assert digest(event.state) == digest(expected)
-    np.testing.assert_array_equal(leaf, 5.0)  # neither donated nor changed
-    assert digest(given) == before
-
-
-@pytest.mark.parametrize("fuse", [1, 7])
-def test_an_assignment_in_place_keeps_the_metrics_of_the_epoch(fuse) -> None:
-    step = ft.train_step(LOSS, TX, metrics={"running": ft.metrics.mean_loss()})
-    zeros = jnp.zeros((4, 1))
-
-    def in_place(event):
-        event.state.params["w"] = zeros
-
-    def replaced(event):
-        event.state = event.state.replace(params={"w": zeros})
-
-    digests = set()
-    for reset in (in_place, replaced):
-        hooks = [ft.at(10, 100)(reset)]
-        state, history = ft.fit(start(), step, LOADER, fuse=fuse, hooks=hooks, verbose=0)
-        epochs = {name: x for name, x in history.epochs.items() if name != "seconds"}
-        digests.add(digest((state, history.steps, epochs)))
-    assert len(digests) == 1
-    assert not zeros.is_deleted()
-
-
-@pytest.mark.parametrize("donate", [True, False])
-def test_the_containers_passed_to_a_run_are_not_those_of_its_events(donate) -> None:
-    given = {"w": jnp.zeros(3)}
-    for event in ft.run(given, lambda s, b: (s, {}), ft.NoData(2), fuse=1, donate=donate):
-        event.state["w"] = jnp.ones(3)
-    np.testing.assert_array_equal(event.state["w"], 1.0)
-    assert given["w"].is_deleted() if donate else not given["w"].any()
-
-
-@pytest.mark.parametrize("how", [{}, {"jit": False}, {"fuse": 3}], ids=str)
-def test_a_state_that_a_hook_donates_has_to_be_replaced(how) -> None:
-    train_on = jax.jit(STEP, donate_argnums=0)
-
-    def donate(event):
-        train_on(event.state, LOADER.batch(0, 0))
-
-    def replace(event):
-        event.state, _ = train_on(event.state, LOADER.batch(0, 0))
-
-    with pytest.raises(
-        ValueError, match=r"event\.state: .*hook took over.*event\.state = new"
-    ) as got:
-        ft.fit(start(), STEP, LOADER, hooks=[ft.at(3)(donate)], verbose=0, **how)
-    assert "Nothing is left of the 3 steps" in "".join(got.value.__notes__)
-    state, _ = ft.fit(start(), STEP, LOADER, hooks=[ft.at(3)(replace)], verbose=0, **how)
-    assert state.step == len(LOADER) + 1
-
-
-def test_an_assignment_in_place_that_does_not_fit_leaves_the_state_of_the_run() -> None:
-    def shrink(event):
-        event.state["w"] = jnp.zeros(2)
-
-    events = ft.run({"w": jnp.zeros(3)}, lambda s, b: ({"w": s["w"] + 1}, {}), ft.NoData(3), fuse=1)
-    shrink(next(events))
-    with pytest.raises(ValueError, match=r"w: expected float32\[3\], got float32\[2\]"):
-        next(events)
-    state, position = events.last_complete_state()
-    np.testing.assert_array_equal(state["w"], 1.0)
-    assert position.step == 1
-
-
-def test_an_assignment_in_place_at_the_end_does_not_change_what_a_longer_run_resumes(
-    tmp_path,
-) -> None:
-    def go(epochs, **how):
-        hooks = [reset] if epochs == 1 else []
-        step = lambda s, b: ({"w": s["w"] + 1}, {})  # noqa: E731
-        return ft.fit(
-            {"w": jnp.zeros(3)}, step, ft.NoData(3), epochs=epochs, hooks=hooks, verbose=0, **how
-        ).state
-
-    def reset(event):
-        if isinstance(event, ft.events.RunEnd):
-            event.state["w"] = jnp.full(3, -1.0)
-
-    save = {"checkpointer": ft.Checkpointer(tmp_path)}
-    np.testing.assert_array_equal(go(1, **save)["w"], -1.0)
-    np.testing.assert_array_equal(go(1, **save)["w"], -1.0)  # the final state is restored
-    np.testing.assert_array_equal(go(2, **save)["w"], 6.0)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: ft.hooks.EarlyStopping(3), TypeError, "monitor: expected the name of a value"),
-        (lambda: ft.hooks.Throughput(flops_per_step="3"), ValueError, "flops_per_step: .* got '3'"),
-        (lambda: ft.hooks.Sample("picture"), TypeError, "make: expected a function"),
-    ],
-)
-def test_arguments_of_another_kind_are_refused_before_a_run(make, error, message) -> None:
-    with pytest.raises(error, match=message):
-        make()

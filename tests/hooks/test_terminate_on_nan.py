@@ -1,4 +1,3 @@
-import contextlib
 import warnings
 
 import jax.numpy as jnp
@@ -54,11 +53,6 @@ def test_a_run_without_them_is_left_alone() -> None:
     assert train([2, 4, 6], after=2) == (40, None, [])
 
 
-def test_the_last_step_of_all_is_looked_at() -> None:
-    state, found, said = train([40])
-    assert (state, found, len(said)) == (40, 40, 1)
-
-
 def test_counting_goes_on_where_a_run_was(tmp_path) -> None:
     @ft.at(7)
     def cut(event):
@@ -86,16 +80,6 @@ def test_the_warning_shows_the_line_that_called_fit() -> None:
     with pytest.warns(UserWarning, match="step 1") as caught:
         ft.fit(jnp.zeros((), jnp.int32), step, loader, hooks=[ft.hooks.TerminateOnNaN()], verbose=0)
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_a_hook_can_be_used_again() -> None:
-    hook = ft.hooks.TerminateOnNaN()
-    for bad in (True, False):
-        data = np.full(4, np.nan if bad else 0.0, np.float32)
-        loader = ft.ArrayLoader(data, 1)
-        with pytest.warns(UserWarning, match="step 1") if bad else contextlib.nullcontext():
-            ft.fit(jnp.zeros((), jnp.int32), step, loader, hooks=[hook], verbose=0)
-        assert hook.step == (1 if bad else None)
 
 
 def test_a_name_that_no_step_reports_is_refused() -> None:
