@@ -66,14 +66,7 @@ def create_state(
     params, model_state = _variables.values(layout)
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
     if optimizer == "require" or (optimizer == "auto" and _is_compiled_optimizer(tx, model)):
-        try:
-            opt_state, step = _transfer.from_optimizer(state.opt_state, model)
-        except _transfer.OptimizerMismatchError as error:
-            raise ValueError(
-                f"model: expected an optimizer from which tx can continue: {error}.\n"
-                "To start with a new optimizer state: "
-                'bridge.create_state(model, tx, optimizer="new").'
-            ) from error
+        opt_state, step = _transfer.from_optimizer(state.opt_state, model)
         # A program may donate the state, and the optimizer still needs its own counter.
         state = state.replace(opt_state=opt_state, step=_tree.copy(step))
     _warn_of_constraints(layout, state.opt_state)

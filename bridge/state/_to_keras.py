@@ -79,10 +79,8 @@ def to_keras(
         return write_keras_state(state, model)
     if isinstance(state, Mapping) and "params" in state:
         # These are the variables of a linen module, which have no optimizer state.
-        params, model_state = (
-            flax.core.unfreeze(state["params"]),
-            _variables.from_collections(state),
-        )
+        params = flax.core.unfreeze(state["params"])
+        model_state = _variables.from_collections(state)
         state = SimpleNamespace(params=params, model_state=model_state)
         optimizer = "leave"
     if not (hasattr(state, "params") and hasattr(state, "model_state")):
@@ -104,14 +102,15 @@ def to_keras(
     _variables.require_values(trees)
     if optimizer != "leave":
         try:
-            step, allow_plain = getattr(state, "step", None), optimizer == "require"
-            pairs += _transfer.to_optimizer(opt_state, model, layout, step, allow_plain=allow_plain)
-        except _transfer.OptimizerMismatchError as error:
+            pairs += _transfer.to_optimizer(
+                opt_state,
+                model,
+                layout,
+                step=getattr(state, "step", None),
+                allow_plain=optimizer == "require",
+            )
+        except _transfer.OptimizerMismatchError:
             if optimizer == "require":
-                raise ValueError(
-                    f"opt_state: expected one that fits the model's optimizer: {error}.\n"
-                    "To leave the optimizer unchanged: "
-                    'bridge.to_keras(state, model, optimizer="leave"). The model is unchanged.'
-                ) from error
+                raise
     _variables.assign_all(pairs)
     return model

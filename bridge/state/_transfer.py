@@ -34,6 +34,13 @@ _OPTIONAL = {Role("learning_rate"), Role("iterations")}
 class OptimizerMismatchError(ValueError):
     """The Keras optimizer and the optax state cannot hold each other's values."""
 
+    def __init__(self, problem: str) -> None:
+        super().__init__(
+            f"optimizer: expected one that tx and the compiled model have in common: {problem}. "
+            'Without its state: bridge.create_state(model, tx, optimizer="new"), or '
+            'bridge.to_keras(state, model, optimizer="leave").'
+        )
+
 
 def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     """Returns a fresh state with copies of the optimizer's variables, and its iterations.
@@ -57,7 +64,7 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
 
 
 def to_optimizer(
-    opt_state: PyTree, model: Any, layout: _variables.Layout, step: Any, *, allow_plain: bool
+    opt_state: PyTree, model: Any, layout: _variables.Layout, *, step: Any, allow_plain: bool
 ) -> Pairs:
     """Returns new values for the variables of the model's optimizer, and builds it if necessary.
 
@@ -177,7 +184,7 @@ def _require_same_specs(variables: list[Any], opt_state: PyTree) -> None:
         if v is not None and (v.shape, v.dtype) != (x.shape, str(x.dtype)):
             lines.append(f"{v.path}: expected {_tree.spec(v.value)}, got {_tree.spec(x)}")
     if lines:
-        problem = f"leaves of opt_state do not fit its slots:\n{_tree.bullets(lines)}"
+        problem = f"leaves of opt_state do not fit its slots:\n{_tree.bullets(lines)}\n"
         raise OptimizerMismatchError(problem)
 
 

@@ -324,7 +324,7 @@ def test_the_state_of_another_optimizer_leaves_that_of_the_model(ours: Any, thei
     state = bridge.create_state(model, bridge.optimizer(ours()))
     state = state.replace(params=jax.tree.map(lambda p: p + 1, state.params))
     before = [np.array(v.value) for v in (*model.variables, *model.optimizer.variables)]
-    with pytest.raises(ValueError, match=r"(?s)state of optax have in common.*model is unchanged"):
+    with pytest.raises(ValueError, match="state of optax have in common"):
         bridge.to_keras(state, model, optimizer="require")
     after = [v.value for v in (*model.variables, *model.optimizer.variables)]
     assert all(map(np.array_equal, before, after))
