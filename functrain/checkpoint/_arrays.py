@@ -176,24 +176,27 @@ class _StoredArrays(contextlib.ExitStack):
                     if not 0 <= offset <= self._open(process).seek(0, os.SEEK_END) - count:
                         raise ValueError("its file is cut short")
                     needed_shards.append((process, offset, count, checksum, shard_box, common))
-            result = np.empty(_box_shape(box), dtype)
+            result: np.ndarray | None = None
             for *place, shard_box, common in needed_shards:
-                shard = self._read_shard(*place).view(dtype).reshape(_box_shape(shard_box))
+                data = self._read_shard(*place)
+                shard = data.view(dtype).reshape(_box_shape(shard_box))
                 if shard_box == box:
                     return shard
+                self._last_shard = place, data
+                result = np.empty(_box_shape(box), dtype) if result is None else result
                 # The ellipsis makes an index of a scalar return an array, too.
                 source: Any = (*_relative(common, shard_box), ...)
                 target: Any = (*_relative(common, box), ...)
                 result[target] = shard[source]
+            return np.empty(_box_shape(box), dtype) if result is None else result
         except PARSE_ERRORS as error:
             if is_refusal(error):
                 raise
             raise CheckpointCorruptError(getattr(error, "strerror", None) or error) from error
-        return result
 
     def _read_shard(self, process: int, offset: int, count: int, checksum: str) -> np.ndarray:
         """Returns the bytes of a shard, after comparing their checksum."""
-        if self._last_shard[0] == (process, offset, count):
+        if self._last_shard[0] == [process, offset, count, checksum]:
             return self._last_shard[1]
         self._last_shard = (None, np.zeros(0))  # lets go of its memory
         file, crc32, data = self._open(process), 0, np.empty(count, np.uint8)
@@ -206,7 +209,6 @@ class _StoredArrays(contextlib.ExitStack):
         # A CRC detects accidents, not attackers.
         if f"{crc32:08x}" != checksum:
             raise ValueError("other bytes than were saved")
-        self._last_shard = ((process, offset, count), data)
         return data
 
     def _open(self, process: int) -> Any:

@@ -35,7 +35,8 @@ def path_of(directory: str, step: int) -> str:
 
 def visible_steps(directory: str) -> list[int]:
     """Returns the steps that the first process sees, as soon as this one sees them as well."""
-    group, first_steps = _processes.main_group, list[int]()
+    group = _processes.main_group
+    first_steps: list[int]
     first_directory, first_steps = group.call_on_first(lambda: [directory, steps(directory)])
     with group.raise_in_all():
         _processes.require_same_path(directory, first_directory)

@@ -175,7 +175,7 @@ def restore_leaf(path: str, like: Any, read: Reader) -> Any:
     # An uncommitted leaf stays uncommitted, so that programs may move it as any fresh array.
     sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
 
-    def read_part(index: tuple[slice, ...]) -> np.ndarray:
+    def read_part(index: Any) -> np.ndarray:
         return read(_index_to_box(index, plain.shape))
 
     if sharding is None or sharding.is_fully_addressable:

@@ -30,7 +30,8 @@ class Writer:
         def run() -> None:
             if task.set_running_or_notify_cancel():
                 try:
-                    task.set_result(work())
+                    work()
+                    task.set_result(None)
                 except BaseException as error:
                     task.set_exception(error)
 

@@ -243,7 +243,7 @@ def test_a_resumed_fit_takes_shapes_for_a_state(tmp_path) -> None:
         return ft.fit(state, step, data, epochs=epochs, **options).state
 
     expected = digest(fit(create(), 4, "straight"))
-    with pytest.raises(ValueError, match=r"no checkpoint to resume from, got\n  key\n  n\n  w"):
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
         fit(jax.eval_shape(create), 2)
     fit(create(), 2)
     consumed = create()
