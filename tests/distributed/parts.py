@@ -155,25 +155,15 @@ def main() -> None:
         other = local(shuffled(seed=3 + OWN))
         refused("another part in the second", other, epochs=3, checkpointer=checkpoints)
     fewer = X[OWN::COUNT][: 24 - 8 * OWN]
-    refused("fewer batches", local(part(rows=fewer)))
     refused("fewer batches, of unknown length", local(part(rows=fewer).to_iter_dataset()))
-    refused(
-        "a smaller one at the end",
-        local(part(rows=X[OWN::COUNT][: 24 - 2 * OWN]).to_iter_dataset()),
-    )
-    refused("none", local(part(rows=fewer[: 0 if OWN else 4]).to_iter_dataset()))
     lengths = {"eval_data": local(part(rows=fewer)), "eval_step": MEASURE}
     refused("fewer batches to evaluate on", local(part()), **lengths)
     everywhere = jax.NamedSharding(MESH, jax.P())
     refused("the same part in both", part(), everywhere, by=ft.distributed.local)
     clock: Any = {"by": ft.hooks.Evaluate, "every": ft.every(seconds=1), "sharding": ROWS}
     refused("a clock", MEASURE, ft.ArrayLoader(X, 8), **clock)
-    clock_in_fit = ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 8), every=ft.every(seconds=1))
-    refused("a clock in a fit", ft.ArrayLoader(X, 8), hooks=[clock_in_fit])
     refused("other lengths", ft.ArrayLoader(X[: 48 - 8 * OWN], 8))
     refused("other epochs", ft.ArrayLoader(X, 8), epochs=2 + OWN)
-    hook = ft.every(steps=2 + OWN)(lambda event: None)
-    refused("other arguments", ft.ArrayLoader(X, 8), hooks=[hook])
 
 
 if __name__ == "__main__":

@@ -5,27 +5,20 @@ import pathlib
 import re
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 
-import functrain as ft
 from tests.checkpoint.test_processes import ended, start
 
 X = np.random.default_rng(0).normal(size=(48, 3)).astype(np.float32)
 PARTS = [X[0::2], X[1::2]]
 REFUSED = {
-    "fewer batches": "data: .*batches: 6 in process 0, 4 in process 1",
     "fewer batches, of unknown length": "data: .*got next 6 in process 0, 4 in process 1",
-    "a smaller one at the end": "data: .*got next 6 in process 0, 5 in process 1",
     "the same part in both": "sharding: .* It gives this process 1 of 1 shards",
-    "none": "data: .*got next 1 in process 0, 0 in process 1",
     "fewer batches to evaluate on": "eval_data: .*batches: 6 in process 0, 4 in process 1",
     "a clock": "every: expected .* whose clocks differ, got every\\(seconds=1\\)",
-    "a clock in a fit": "every: expected .* whose clocks differ, got every\\(seconds=1\\)",
     "other lengths": "data: .*examples: 48 in process 0, 40 in process 1",
     "other epochs": "data: .*epochs: 2 in process 0, 3 in process 1",
-    "other arguments": r"data: .*every\(steps=2\),\) in process 0, \(every\(steps=3\)",
 }
 
 
@@ -113,22 +106,3 @@ def test_another_part_than_the_one_that_was_saved_is_refused(found) -> None:
 def test_what_differs_is_refused_in_every_process(what: str, found) -> None:
     for own in found:
         assert re.match(REFUSED[what], own[what], re.DOTALL), own[what]
-
-
-def test_one_process_has_all_of_it() -> None:
-    rows = jax.NamedSharding(ft.sharding.mesh({"data": -1}), jax.P("data"))
-    loader = ft.ArrayLoader(X, 8, shuffle=True)
-
-    def step(total: Any, batch: Any) -> Any:
-        return total + batch.sum(), {}
-
-    plain, local = (
-        ft.fit(0.0, step, data, steps=9, sharding=rows, verbose=0).state
-        for data in (loader, ft.distributed.local(loader, rows))
-    )
-    assert float(plain) == float(local)
-
-
-def test_a_sharding_that_does_not_divide_examples_is_no_number() -> None:
-    with pytest.raises(TypeError, match="expected that of a global batch"):
-        ft.distributed.local([X], "data")  # type: ignore[arg-type]
