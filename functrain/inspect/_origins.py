@@ -26,15 +26,16 @@ class Event(NamedTuple):
     """An operation, or an input of the step, that is not finite. Events compare by their order.
 
     Attributes:
+      is_nan: True for NaN, False for infinities. An infinity may replace NaN: it has the event of
+        that NaN, unless another one led to it.
       is_input: True for an input. Operations come first: infinities in a state may be meant.
-      position: The position in the run.
-      is_nan: True for NaN, False for infinities.
+      position: The number of events before it.
       description: The operation or the input.
     """
 
+    is_nan: bool
     is_input: bool
     position: int
-    is_nan: bool
     description: NotFinite
 
 
@@ -64,7 +65,7 @@ class Search:
     def add(self, description: NotFinite, *, is_nan: bool = False) -> Event:
         """Returns a new event."""
         is_input = description.operation == "input"
-        self.events.append(Event(is_input, len(self.events), is_nan, description))
+        self.events.append(Event(is_nan, is_input, len(self.events), description))
         return self.events[-1]
 
     def run(self, closed: Any, inputs: Sequence[Value]) -> list[Value]:
@@ -112,11 +113,12 @@ class Search:
                 # NaN of the inputs came first. Constants among them have no event.
                 nan = _first(nan_inputs)
                 if not nan_inputs:
-                    needs_them = infinite_inputs and _needs_infinities(jaxpr, eqn, inputs, outputs)
-                    cause = _first(infinite_inputs) if needs_them else None
+                    cause = _first(infinite_inputs)
+                    if cause and not _needs_infinities(jaxpr, eqn, inputs, outputs):
+                        cause = None
                     nan = self._add_equation(eqn, inputs, array, cause, is_nan=True)
-            if has_infinity(array) and not infinity:
-                # An infinity may also replace NaN.
+            # Infinities of a body without an event are constants in it.
+            if has_infinity(array) and not infinity and not body:
                 infinity = _first(infinite_inputs) or _first(nan_inputs)
                 if not infinite_inputs and not nan_inputs:
                     infinity = self._add_equation(eqn, inputs, array, None, is_nan=False)
@@ -142,7 +144,7 @@ class Search:
             next(filter(None, locations), ""),
             tuple(map(describe_range, arrays)),
             tuple(name for name, _ in self._around if name),
-            cause=cause.description if cause else None,
+            cause=cause.description if cause and not cause.is_nan else None,
             out_of_range=out_of_range(eqn, *arrays[:2]) if is_gather else None,
         )
         return self.add(description, is_nan=is_nan)

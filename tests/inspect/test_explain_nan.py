@@ -332,3 +332,16 @@ def test_layers_of_keras_are_named_with_the_line_that_was_written() -> None:
     assert found is not None
     assert "spoils" in found.location
     assert f"{line_of(Log.call)}" in found.location
+
+
+def test_constants_of_a_body_and_what_was_replaced_are_not_blamed() -> None:
+    def masked(c: Any) -> Any:
+        return c[0] + 1, jnp.where(c[1] > 0, c[1], -jnp.inf)
+
+    def value(p: Any, x: Any) -> Any:
+        y = jnp.nan_to_num(jnp.sqrt(x))  # its NaN goes no further
+        _, z = jax.lax.while_loop(lambda c: c[0] < 2, masked, (0, jax.lax.stop_gradient(p) + y))
+        return jnp.sum(z - z)
+
+    found = explained(lambda p, x: value(p * 0.0, x), jnp.array([-4.0, 4.0, -4.0]))
+    assert (found.operation, found.bad_values, found.cause) == ("sub", "NaN in 2 of 3", None)
