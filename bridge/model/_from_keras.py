@@ -116,13 +116,8 @@ def _call(
     keras_private.trainer.forget_losses(model)
     takes_training = "training" in inspect.signature(model.call).parameters
     outputs = model(inputs, training=training) if takes_training else model(inputs)
-    return outputs, tuple(map(_scalar, model.losses))
-
-
-def _scalar(loss: Any) -> jax.Array:
-    """Returns the sum of a loss as `f32[]` or wider, like Keras's trainer."""
-    total = jnp.sum(loss)
-    return total.astype(jnp.promote_types(total.dtype, jnp.float32))
+    # Scalars, in float32 or wider, as in Keras's trainer.
+    return outputs, tuple(_tree.at_least_float32(jnp.sum(loss)) for loss in model.losses)
 
 
 def _seed_from_key(layout: _variables.Layout, rng: jax.Array) -> list[tuple[Any, jax.Array]]:

@@ -89,8 +89,7 @@ def _with_origin(tx: Any, keras_optimizer: Any) -> optax.GradientTransformationE
 
     # A transformation is a tuple of functions without attributes, but a function can have one.
     init.keras_optimizer = keras_optimizer  # type: ignore[attr-defined]
-    update = tx.update if isinstance(tx, Wrapped) else with_any_extra_args(tx).update
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(init, with_any_extra_args(tx).update)
 
 
 def inner_optimizer(optimizer: Any) -> Any:

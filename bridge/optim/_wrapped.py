@@ -94,14 +94,9 @@ class Wrapped:
         return built.to_state(values, self._constraints)
 
     def update(
-        self,
-        updates: PyTree,
-        state: KerasOptState,
-        params: PyTree = None,
-        **extra_args: Any,
+        self, updates: PyTree, state: KerasOptState, params: PyTree = None
     ) -> tuple[PyTree, KerasOptState]:
         """Returns the update of the params, and the new state."""
-        del extra_args
         expected = "the params, since Keras returns new params instead of updates"
         advice = "Call tx.update(grads, opt_state, params)."
         require(params is not None, "bridge.optimizer", expected, params, advice)

@@ -128,7 +128,7 @@ HIDDEN_MEMBERS = {
     "functrain.History": "history",
     "functrain.MeteredStep": "values wrap_state",
     "functrain.Run": "resumed",
-    "bridge.FlaxLayer": "build build_from_config call from_config get_build_config get_config",
+    "bridge.FlaxLayer": "build call from_config get_build_config get_config",
     "bridge.OptaxOptimizer": "build follows_schedule from_config get_config mapping opt_state "
     "update_all",
 }
