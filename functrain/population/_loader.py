@@ -106,31 +106,20 @@ def _stack_parts(parts: list[PyTree], axis: int) -> PyTree:
 def _require_same_batches(loaders: Sequence[Any]) -> None:
     """Raises an error unless all are loaders with batches like those of the first."""
     require(loaders, "loaders", "one for each member", loaders)
-    first = loaders[0]
-    advice = "Stack batches of anything else with numpy.stack, and pass them as an iterable."
     for i, loader in enumerate(loaders):
         name = f"loaders, for member {i}"
+        advice = "Stack batches of anything else with numpy.stack, and pass them as an iterable."
         require_instance(name, loader, ArrayLoader, "a functrain.ArrayLoader", advice)
-        problems = _tree.spec_differences(_settings(first), _settings(loader))
-        problems = problems or _tree.differences(first.shapes(1), loader.shapes(1))
-        require_no_problems(
-            name,
-            problems,
-            "batches like those of member 0",
-            "If only the number of examples differs, drop_remainder=True drops the incomplete "
-            "last batch.",
-        )
+        problems = _tree.spec_differences(_settings(loaders[0]), _settings(loader))
+        problems = problems or _tree.differences(loaders[0].shapes(1), loader.shapes(1))
+        advice = "With drop_remainder=True, only the number of dropped examples may differ."
+        require_no_problems(name, problems, "batches like those of member 0", advice)
 
 
 def _settings(loader: ArrayLoader) -> dict[str, Any]:
     """Returns the attributes in which all loaders must agree."""
-    settings = {
-        "batch_size": loader.batch_size,
-        "batches": len(loader),
-        "drop_remainder": loader.drop_remainder,
-        "placement": loader.placement,
-    }
+    names = ("batch_size", "drop_remainder", "placement")
+    settings = {name: getattr(loader, name) for name in names}
     # Dropped examples may differ in number.
-    if not loader.drop_remainder:
-        settings["examples"] = loader.examples
-    return settings
+    examples = {} if loader.drop_remainder else {"examples": loader.examples}
+    return {**settings, "batches": len(loader), **examples}

@@ -1,6 +1,5 @@
 """Predictions of the members of a population, combined or each."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
@@ -53,7 +52,7 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
     check_predict_step(step)
     expected = "'mean', 'vote', 'each', or a function of the outputs [N, B, ...]"
     require(callable(combine) or combine in _COMBINE, "combine", expected, combine)
-    over = OverMembers(step, "shared", block)
+    over = OverMembers("shared", block)
 
     def predict(population: PopulationState, inputs: PyTree, /) -> tuple[PopulationState, PyTree]:
         require_population(population)
@@ -62,7 +61,7 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
         def predict_one(own: PyTree, inputs: PyTree) -> PyTree:
             return step(join(own, shared), inputs)[1]
 
-        outputs = dataclasses.replace(over, function=predict_one)(population.states, inputs)
+        outputs = over(predict_one, population.states, inputs)
         if callable(combine):
             return population, combine(outputs)
         return population, jax.tree.map(_COMBINE[combine], outputs)

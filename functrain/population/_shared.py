@@ -88,21 +88,16 @@ def require_unchanged(step: Callable[..., Any], carry: PyTree, batch: PyTree, sh
       batch: The batch of a member.
       shared: The shared leaves.
     """
-    if shared is None:
-        return
-    carry = map_state(lambda own: join(own, shared), carry)
-    jaxpr, (new, _) = jax.make_jaxpr(step, return_shape=True)(carry, batch)
-    # The indices of outputs in the place of their arrays show which of them are shared leaves.
-    leaves, structure = jax.tree.flatten(new)
-    indices = jax.tree.unflatten(structure, range(len(leaves)))
-    state = indices.state if isinstance(indices, Metered) else indices
-    changed = []
-    shared_indices = jax.tree.map(
-        lambda b, i: None if b is None else i, shared, state, is_leaf=_is_none
-    )
-    for path, i in _tree.leaves_with_path(shared_indices):
-        if _is_computed(jaxpr.jaxpr.outvars[i], jaxpr.jaxpr):
-            changed.append(path)
+
+    def step_shared(shared: PyTree) -> PyTree:
+        new, _ = step(map_state(lambda own: join(own, shared), carry), batch)
+        state = new.state if isinstance(new, Metered) else new
+        return jax.tree.map(lambda b, x: None if b is None else x, shared, state, is_leaf=_is_none)
+
+    jaxpr = jax.make_jaxpr(step_shared)(shared).jaxpr
+    paths = [path for path, _ in _tree.leaves_with_path(shared)]
+    pairs = zip(paths, jaxpr.outvars, strict=True)
+    changed = [path for path, atom in pairs if _is_computed(atom, jaxpr)]
     advice = "Share only what steps keep, such as model_state/frozen/** of lora or freeze."
     require_no_problems("shared", changed, "leaves that a step does not change", advice)
 

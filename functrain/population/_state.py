@@ -141,11 +141,8 @@ def create(
     # Imported here since hyperparameters are set in populations, which this file defines.
     from functrain.population._hyperparameters import matching_paths, with_hyperparameters
 
-    advice = (
-        "Call create(make_state, key, members=N); functrain.population.stack(states) stacks states."
-    )
     is_function = callable(make_state) and not isinstance(make_state, type)
-    expected = "a function, key -> state"
+    expected, advice = "a function, key -> state", "stack(states) stacks states."
     require(is_function, "make_state", expected, make_state, advice, error=TypeError)
     require_key("key", key)
     hyperparameters = dict(hyperparameters or {})
@@ -166,18 +163,15 @@ def create(
 
 def _warn_of_equal_params(states: PyTree) -> None:
     """Warns if all members have the same params, and these are not just zeros or ones."""
-    params = [state.params for state in _tree.nodes(states, TrainState)]
-    is_varied = False
-    for leaf in jax.tree.leaves(params):
+    leaves = jax.tree.leaves([state.params for state in _tree.nodes(states, TrainState)])
+    for leaf in leaves:
         if not _tree.is_readable(leaf) or len(leaf) < 2 or not jnp.all(leaf == leaf[:1]):
             return
-        is_varied = is_varied or bool(jnp.any(leaf[0] != leaf[0].ravel()[:1]))
-    if is_varied:
+    if any(jnp.any(leaf != leaf.ravel()[:1]) for leaf in leaves):
         warn(
-            "population.create: expected params that depend on the key that make_state gets, got "
-            "the same for all members. A module of nnx, Equinox or Keras has its values from its "
-            "construction: construct one for each key, as from_nnx(lambda rngs: Net(rngs=rngs)) "
-            "and from_equinox(lambda key: Net(key)) do. If members should start as equals, use "
+            "population.create: expected params that depend on the key, got the same for all "
+            "members. Construct a module for each key, as in from_nnx(lambda rngs: Net(rngs=rngs)) "
+            "and from_equinox(lambda key: Net(key)). For members that start as equals, use "
             "functrain.population.stack([state.replace(rng=k) for k in jax.random.split(key, N)])."
         )
 
@@ -240,17 +234,19 @@ def require_population(population: Any, name: str = "state") -> None:
 
 def _count_members(members: int | None, hyperparameters: Mapping[str, Any]) -> int:
     """Returns the number of members, which all arguments must agree on."""
+    counts = {} if members is None else {"members": members}
     for name, values in hyperparameters.items():
         expected = "a sequence with one value for each member"
         require(np.ndim(values), f"hyperparameters[{name!r}]", expected, values)
-    counts = {name: len(values) for name, values in hyperparameters.items()}
-    if members is not None:
-        counts = {"members": members, **counts}
+        counts[name] = len(values)
     count = next(iter(counts.values()), None)
-    if len(set(counts.values())) != 1 or not is_integer(count, 1):
-        got = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "neither"
-        raise ValueError(
-            "members and hyperparameters: expected one number of members, from members= or from "
-            f"the length of the hyperparameters, got {got}. Pass members=N, and N values of each."
-        )
+    got = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "neither"
+    require(
+        len(set(counts.values())) == 1 and is_integer(count, 1),
+        "members and hyperparameters",
+        "one number of members, from members= or from the length of the hyperparameters",
+        got,
+        "Pass members=N, and N values of each.",
+    )
+    assert count is not None
     return count

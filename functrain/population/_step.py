@@ -73,18 +73,18 @@ def step(
     # A population of populations would have two axes of members, which no log or file knows.
     is_of_member = not traits_of(step).is_population
     require(is_of_member, "step", "the step of one member", step, error=TypeError)
-    over = OverMembers(step, data, block)
+    options: Any = {"member": step, "over": OverMembers(data, block)}
+    options["stop_non_finite"] = stop_non_finite
     if isinstance(step, MeteredStep):
-        return MeteredPopulationStep(
-            step.base, step.metrics, step.trains, over=over, stop_non_finite=stop_non_finite
-        )
-    return PopulationStep(over=over, stop_non_finite=stop_non_finite)
+        return MeteredPopulationStep(step.base, step.metrics, step.trains, **options)
+    return PopulationStep(**options)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _OfAll(StepTraits):
-    """The base of the steps of a population: the mapped step of a member, and stopping."""
+    """The base of the steps of a population: the step of a member, its mapping, and stopping."""
 
+    member: Step[Any]
     over: OverMembers
     stop_non_finite: bool
     is_population = True
@@ -126,31 +126,20 @@ class _OfAll(StepTraits):
         require(is_matching, name, "batches that all members share", data, advice)
 
     def __repr__(self) -> str:
-        over = self.over
-        return _repr.call(self, member=over.function, data=over.data, block=over.block)
-
-    def _over(self, population: PopulationState) -> OverMembers:
-        """Returns the mapped step for members without the leaves that they share."""
-        function = joining(self.over.function, population.shared)
-        return dataclasses.replace(self.over, function=function)
+        return _repr.call(self, member=self.member, data=self.over.data, block=self.over.block)
 
     def _take_step(
         self, population: PopulationState, stacked: PyTree, batch: PyTree
     ) -> tuple[Any, jax.Array, PyTree]:
         """Returns the new carry, stacked, the members that are active after it, and the logs."""
-        was_active = population.active
-        over = self._over(population)
-        over.require_valid(batch, len(population))
-        if population.shared is not None:
-            member, batch_of_one = over.take_first(stacked, batch)
-            require_unchanged(self.over.function, member, batch_of_one, population.shared)
-        new, logs = over.step_active(stacked, batch, was_active)
+        was_active, shared = population.active, population.shared
+        new, logs = self.over(joining(self.member, shared), stacked, batch, was_active)
+        if shared is not None:
+            require_unchanged(self.member, *self.over.take_first(stacked, batch), shared)
         active = was_active
         if self.stop_non_finite:
             states = new.state if isinstance(new, Metered) else new
             active = _where_finite(active, population.states, states, logs)
-            # A second selection: the first one used the members that were active before the step.
-            new = where_active(active, new, stacked)
 
         def hide_stopped(x: jax.Array) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -158,7 +147,7 @@ class _OfAll(StepTraits):
             # `was_active`, not `active`: the non-finite loss that stops a member is reported.
             return where_active(was_active, x, jnp.full_like(x, jnp.nan))
 
-        return new, active, jax.tree.map(hide_stopped, logs)
+        return where_active(active, new, stacked), active, jax.tree.map(hide_stopped, logs)
 
 
 class PopulationStep(_OfAll):
@@ -198,7 +187,7 @@ class MeteredPopulationStep(_OfAll, MeteredStep):
         stacked = Metered(state.states, metered.metrics)
         # Evaluation includes stopped members, whose values select the best one.
         if not self.trains:
-            new, logs = self._over(state)(stacked, batch)
+            new, logs = self.over(joining(self.member, state.shared), stacked, batch)
             return Metered(state, new.metrics), logs
         new, active, logs = self._take_step(state, stacked, batch)
         return Metered(state.replace(states=new.state, active=active), new.metrics), logs

@@ -106,10 +106,9 @@ def test_a_state_that_is_no_population_is_refused_with_the_way_to_one() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((KEY, make_state), r"make_state: expected a function.* got key<fry>\[\]\. Call create"),
+        ((KEY, make_state), r"make_state: expected a function.* got key<fry>\[\]\. stack"),
         ((make_state(KEY), KEY), r"make_state: expected a function.* got .*stack\(states\)"),
         ((make_state, 0), r"key: expected one typed key.* got 0\. Make it with jax\.random\.key"),
-        ((make_state, KEY, 2), r"create: expected 2 positional .* got 3\..*members=N"),
     ],
 )
 def test_arguments_of_create_that_are_mixed_up_are_named(arguments, words) -> None:
