@@ -155,15 +155,15 @@ def stopping(folder: str) -> None:
 
     keras.distribution.set_distribution(data_parallel())
     both = {0, 1}
-    for name, stop in {
+    stops = {
         "in_both": Stop(both, step=12),
         "in_the_second": Stop({1}, step=12),
         "at_an_epoch_of_both": Stop(both, epoch=1),
         "at_an_epoch_of_the_first": Stop({0}, epoch=1),
-    }.items():
-        history = bridge.fit(
-            fresh(), X, Y, batch_size=8, epochs=4, fuse=2, verbose=0, callbacks=[stop]
-        )
+    }
+    how = {"batch_size": 8, "epochs": 4, "fuse": 2, "verbose": 0}
+    for name, stop in stops.items():
+        history = bridge.fit(fresh(), X, Y, callbacks=[stop], **how)
         tell(name, [stop.steps, history.history["loss"]])
 
 

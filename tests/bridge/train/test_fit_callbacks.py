@@ -7,12 +7,14 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
-from keras import layers
+from keras.callbacks import Callback, CallbackList, LambdaCallback, ModelCheckpoint
 
+from bridge.train._callbacks import BatchCallbacks
+from bridge.train._runs import Evaluation, Options
 from tests.bridge.fitting import Sizes, X, Y, assert_same, fit, fresh
 
 
-class Recorder(keras.callbacks.Callback):
+class Recorder(Callback):
     """Everything it is called with."""
 
     def __init__(self) -> None:
@@ -49,37 +51,76 @@ def test_callbacks_are_called_as_keras_calls_them(fuse: Any, steps_per_execution
     assert ours.calls == theirs.calls
 
 
-def test_auto_takes_one_step_at_a_time_for_a_users_batch_callback() -> None:
+@pytest.mark.parametrize(
+    ("fuse", "is_chunk_safe", "seen"),
+    [
+        ("auto", False, [*range(1, 14)]),
+        ("auto", True, [13] * 13),
+        (5, False, [5] * 5 + [10] * 5 + [13] * 3),
+    ],
+)
+def test_a_users_batch_callback_takes_one_step_at_a_time_unless_it_is_chunk_safe(
+    fuse: Any, is_chunk_safe: bool, seen: list[int]
+) -> None:
     sizes = Sizes()
-    fit(fresh(), callbacks=[sizes], epochs=1)
-    assert sizes.seen == list(range(1, 14))
+    sizes.chunk_safe = is_chunk_safe
+    fit(fresh(), callbacks=[sizes], epochs=1, fuse=fuse)
+    assert sizes.seen == seen
 
 
-def test_a_users_callback_is_one_wherever_its_class_lies() -> None:
-    class Lying(Sizes):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            super().on_train_batch_end(batch, logs)
+class Later(ModelCheckpoint):
+    """A user's that keeps the batch methods of Keras."""
 
-    Lying.on_train_batch_end.__module__ = "keras.src.callbacks.callback_test"
-    sizes = Lying()
-    fit(fresh(), callbacks=[sizes], epochs=1)
-    assert sizes.seen == list(range(1, 14))
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        super().on_epoch_end(epoch, logs)
 
 
-def test_a_chunk_safe_callback_is_called_for_every_batch_after_its_chunk() -> None:
-    sizes = Sizes()
-    sizes.chunk_safe = True
-    fit(fresh(), callbacks=[sizes], epochs=1)
-    assert sizes.seen == [13] * 13
+class Sooner(ModelCheckpoint):
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        super().on_train_batch_end(batch, logs)
 
 
-def test_an_explicit_k_wins_over_a_users_batch_callback() -> None:
-    sizes = Sizes()
-    fit(fresh(), callbacks=[sizes], epochs=1, fuse=5)
-    assert sizes.seen == [5] * 5 + [10] * 5 + [13] * 3
+class Lying(Callback):
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        pass
 
 
-class Halves(keras.callbacks.Callback):
+Lying.on_batch_end.__module__ = Lying.__module__ = "keras.src.callbacks.callback_test"
+
+
+class Listed(CallbackList):
+    """May hold anything."""
+
+
+@pytest.mark.parametrize(
+    ("callback", "is_fusible"),
+    [
+        (Callback(), True),
+        (LambdaCallback(on_epoch_end=lambda epoch, logs: None), True),
+        (ModelCheckpoint("x.keras", save_freq=5), True),
+        (Later("x.keras", save_freq=5), True),
+        (Sooner("x.keras", save_freq=5), False),
+        (LambdaCallback(on_train_batch_end=lambda batch, logs: None), False),
+        (Lying(), False),
+    ],
+)
+def test_steps_are_fused_around_callbacks_that_leave_batches_alone_or_are_keras_s_own(
+    callback: Any, is_fusible: bool
+) -> None:
+    callbacks = CallbackList([callback], model=fresh())
+    assert BatchCallbacks(callbacks, "train").fusible == is_fusible
+    assert not BatchCallbacks(Listed([callback], model=fresh()), "train").fusible
+
+
+@pytest.mark.parametrize("freq", [1, 2, 3, [1, 4], []])
+def test_an_evaluation_is_due_when_it_is_in_keras(freq: Any) -> None:
+    model = keras.Sequential()
+    evaluation = Evaluation(model, (None,), None, None, freq, Options(1, "off"))
+    theirs = [model._should_eval(epoch, freq) for epoch in range(6)]
+    assert [evaluation.is_due(epoch) for epoch in range(6)] == theirs
+
+
+class Halves(Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         optimizer = self.model.optimizer
         optimizer.learning_rate = 0.5 * float(optimizer.learning_rate)
@@ -95,20 +136,8 @@ def test_edits_of_a_batch_callback_are_those_of_keras() -> None:
     assert_same(ours, theirs)
 
 
-def test_functions_of_a_lambda_callback_see_and_set_the_weights_of_their_batch() -> None:
-    model, seen = fresh(), []
-
-    def end(batch: int, logs: Any) -> None:
-        seen.append(np.asarray(model.layers[0].bias.value).sum())
-        model.layers[0].bias.assign(np.zeros(8))
-
-    fit(model, callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end)], epochs=1)
-    assert len(set(seen)) == 13
-    assert not np.asarray(model.layers[0].bias.value).any()
-
-
 def test_stop_training_holds_from_the_next_chunk_on() -> None:
-    class Stops(keras.callbacks.Callback):
+    class Stops(Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 3:
                 self.model.stop_training = True
@@ -148,7 +177,7 @@ def test_a_source_may_fill_one_buffer_again_and_again() -> None:
 def test_predict_calls_callbacks_with_the_outputs_of_their_batch() -> None:
     model, seen = fresh(), []
 
-    class Sees(keras.callbacks.Callback):
+    class Sees(Callback):
         chunk_safe = True
 
         def on_predict_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -159,27 +188,12 @@ def test_predict_calls_callbacks_with_the_outputs_of_their_batch() -> None:
     np.testing.assert_array_equal(np.concatenate([x for _, x in seen]), outputs)
 
 
-def test_fit_compiles_once_for_whole_batches_and_once_for_the_last() -> None:
-    traces = []
-
-    class Counts(keras.Sequential):
-        def train_step(self, state: Any, data: Any) -> Any:
-            traces.append(data[0].shape)
-            return super().train_step(state, data)
-
-    model = Counts([keras.Input((8,)), layers.Dense(4)])
-    model.compile("adam", "mse")
-    for _ in range(3):
-        bridge.fit(model, X[:100], Y[:100], batch_size=8, epochs=3, verbose=0, fuse=5)
-    assert sorted(traces) == [(4, 8), (8, 8)]
-
-
 @pytest.mark.parametrize("steps_per_execution", [1, 3])
 @pytest.mark.parametrize("when", ["on_train_begin", "on_epoch_begin"])
 def test_a_stop_before_the_first_batch_leaves_as_many_steps_as_keras_takes(
     when: str, steps_per_execution: int
 ) -> None:
-    class Stop(keras.callbacks.Callback):
+    class Stop(Callback):
         pass
 
     setattr(Stop, when, lambda self, *_, **__: setattr(self.model, "stop_training", True))
@@ -190,21 +204,19 @@ def test_a_stop_before_the_first_batch_leaves_as_many_steps_as_keras_takes(
     assert int(ours.optimizer.iterations.value) == steps_per_execution
 
 
-def slower(model: keras.Model) -> keras.callbacks.Callback:
+def slower(model: keras.Model) -> Callback:
     """Sets the rate of a model that it refers to by itself, when an epoch begins."""
     rate = model.optimizer.learning_rate
 
     def begin(epoch: int, logs: Any) -> None:
         rate.assign(0.01 / (epoch + 1))
 
-    return keras.callbacks.LambdaCallback(on_epoch_begin=begin)
+    return LambdaCallback(on_epoch_begin=begin)
 
 
-def halved(model: keras.Model) -> keras.callbacks.Callback:
+def halved(model: keras.Model) -> Callback:
     kernel = model.layers[0].kernel
-    return keras.callbacks.LambdaCallback(
-        on_epoch_begin=lambda epoch, logs: kernel.assign(0.5 * kernel.value)
-    )
+    return LambdaCallback(on_epoch_begin=lambda epoch, logs: kernel.assign(0.5 * kernel.value))
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
@@ -220,7 +232,7 @@ def test_edits_at_the_beginning_of_an_epoch_are_those_of_keras(
 
 
 def test_a_stop_can_be_taken_back_at_the_end_of_the_epoch() -> None:
-    class Short(keras.callbacks.Callback):
+    class Short(Callback):
         """Ends every epoch after its fourth batch."""
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -259,11 +271,11 @@ def test_no_epochs_call_callbacks_as_keras_does() -> None:
 
 
 def test_a_step_that_failed_before_a_fit_does_not_hide_what_a_callback_sets() -> None:
-    def doubles(model: keras.Model) -> keras.callbacks.Callback:
+    def doubles(model: keras.Model) -> Callback:
         def begin(logs: Any) -> None:
             model.set_weights([2 * x for x in model.get_weights()])
 
-        return keras.callbacks.LambdaCallback(on_train_begin=begin)
+        return LambdaCallback(on_train_begin=begin)
 
     ours, theirs = fresh(), fresh()
     for model, way in ((ours, bridge.fit), (theirs, keras.Model.fit)):

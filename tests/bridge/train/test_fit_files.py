@@ -4,9 +4,7 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 
 import pathlib
 import re
-import sys
 from typing import Any
-from unittest import mock
 
 import jax
 import keras
@@ -90,14 +88,6 @@ def test_csv_logger_writes_what_keras_writes(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "ours").read_text() == (tmp_path / "theirs").read_text()
 
 
-def test_the_progress_bar_shows_what_keras_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    last = []
-    for way in (keras.Model.fit, bridge.fit):
-        fit(fresh(), way, verbose=2)
-        last.append([line.split("/step")[1:] for line in capsys.readouterr().out.splitlines()])
-    assert last[0] == last[1]
-
-
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_the_lines_of_the_progress_bar_are_those_of_keras(
     epochs: int, capsys: pytest.CaptureFixture[str]
@@ -134,17 +124,3 @@ def test_orbax_checkpoints_are_those_of_keras(every: Any, tmp_path: pathlib.Path
     assert len(found[0]) == (2 if every == "epoch" else 5)
     assert found[0].keys() == found[1].keys()
     jax.tree.map(np.testing.assert_array_equal, found[0], found[1])
-
-
-def test_remote_monitor_sends_what_keras_sends(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules[keras.callbacks.RemoteMonitor.__module__]
-    requests = mock.MagicMock()
-    requests.exceptions.RequestException = OSError
-    monkeypatch.setattr(module, "requests", requests)
-    sent = []
-    for way in (keras.Model.fit, bridge.fit):
-        requests.post.reset_mock()
-        fit(fresh(), way, callbacks=[keras.callbacks.RemoteMonitor()], validation_data=(X, Y))
-        sent.append(requests.post.call_args_list)
-    assert len(sent[0]) == 2
-    assert sent[0] == sent[1]

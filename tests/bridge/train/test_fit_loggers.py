@@ -7,14 +7,12 @@ import pathlib
 import sys
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import functrain as ft
-from bridge.train._loggers import LoggerCallback
 from tests.bridge.fitting import X, Y, fit, fresh
 
 
@@ -26,17 +24,19 @@ def scalars(folder: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
 
 
 class Batches(keras.callbacks.Callback):
-    """Notes what each batch reports, and raises after some of them."""
+    """Notes what each batch reports, and how many steps were taken; raises after some of them."""
 
     chunk_safe = True
 
     def __init__(self, until: int | None = None) -> None:
         super().__init__()
         self.logs: list[dict[str, float]] = []
+        self.steps: set[int] = set()
         self.until = until
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.logs.append(dict(logs))
+        self.steps.add(int(self.model.optimizer.iterations.value))
         if len(self.logs) == self.until:
             raise RuntimeError("interrupted")
 
@@ -68,16 +68,10 @@ def test_tensorboard_needs_no_tensorflow_and_has_all_steps_and_epochs(
 
 
 def test_each_so_many_steps_are_written_and_programs_are_as_long_as_without(tmp_path) -> None:
-    class Programs(keras.callbacks.Callback):
-        chunk_safe = True
-        seen: set[int] = set()  # noqa: RUF012
-
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self.seen.add(int(self.model.optimizer.iterations.value))
-
-    fit(fresh(), callbacks=[ft.hooks.TensorBoard(tmp_path, every=5), Programs()])
+    batches = Batches()
+    fit(fresh(), callbacks=[ft.hooks.TensorBoard(tmp_path, every=5), batches])
     assert [step for step, _ in scalars(tmp_path)["loss"]] == [5, 10, 15, 20, 25]
-    assert Programs.seen == {13, 26}
+    assert batches.steps == {13, 26}
 
 
 def accumulating() -> keras.optimizers.Optimizer:
@@ -132,17 +126,6 @@ def test_files_of_a_fit_that_was_interrupted_are_those_of_one_that_never_was(
     )
     assert again == straight
     assert len(straight) > 13
-
-
-def test_only_the_first_process_restores_the_file_of_a_logger(tmp_path, monkeypatch) -> None:
-    path = tmp_path / "log.jsonl"
-    callback = LoggerCallback(ft.hooks.JSONLines(path))
-    saved = {"steps_before": 0, "steps": 3, "logger": {"lines": 1}}
-    path.write_text("{}\n{}\n")
-    for process, text in ((1, "{}\n{}\n"), (0, "{}\n")):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        callback.restore(saved)
-        assert path.read_text() == text
 
 
 def test_what_was_logged_before_an_error_is_on_the_disk(tmp_path) -> None:

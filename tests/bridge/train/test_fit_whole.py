@@ -13,7 +13,6 @@ import numpy as np
 import optax
 import pytest
 
-from functrain.loop import _run
 from tests.bridge.fitting import X, Y, assert_same, fit, fresh, values
 
 
@@ -32,20 +31,6 @@ def test_a_callback_that_raises_leaves_the_model_whole_and_fit_can_go_on() -> No
     fit(ours, keras.Model.fit)
     fit(theirs, keras.Model.fit)
     assert_same(ours, theirs)
-
-
-def test_an_error_in_the_data_leaves_the_model_whole() -> None:
-    def batches() -> Any:
-        for i in range(6):
-            yield X[8 * i :][:8], Y[8 * i :][:8]
-        raise RuntimeError("no more data")
-
-    model, theirs = fresh(), fresh()
-    with pytest.raises(RuntimeError, match="no more data"):
-        bridge.fit(model, batches(), verbose=0, shuffle=False, fuse=4, rewrites="exact")
-    with pytest.raises(RuntimeError, match="no more data"):
-        theirs.fit(batches(), verbose=0, shuffle=False)
-    assert_same(model, theirs)
 
 
 def test_a_loss_that_cannot_be_traced_leaves_the_model_whole() -> None:
@@ -103,16 +88,6 @@ def test_of_a_program_that_fails_on_the_device_the_error_says_what_is_lost() -> 
     with pytest.raises(Exception, match="from the host") as caught:
         fit(model, epochs=3, fuse=4)
     assert any("Load its weights again" in note for note in caught.value.__notes__)
-
-
-def test_k_minds_the_slots_of_the_optimizer(monkeypatch) -> None:
-    seen = []
-    plan = _run.Plan
-    monkeypatch.setattr(_run, "Plan", lambda *a, **how: seen.append(how) or plan(*a, **how))
-    model = fresh()
-    fit(model, epochs=1)
-    held = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
-    assert seen[0]["state_bytes"] == sum(v.value.nbytes for v in {id(v): v for v in held}.values())
 
 
 @pytest.mark.usefixtures("ctrl_c")
@@ -173,17 +148,6 @@ def test_a_build_that_is_interrupted_at_any_variable_can_be_repeated(name, monke
         again = bridge.keras_state(model, batch)
         assert jax.tree.structure(again) == jax.tree.structure(expected), n
         jax.tree.map(np.testing.assert_array_equal, again, expected)
-
-
-def test_after_an_interrupted_build_a_fit_is_the_one_that_never_was(monkeypatch) -> None:
-    variables = AtVariable(monkeypatch)
-    model, whole = fresh(), fresh()
-    variables.then(interrupt, 5)
-    with pytest.raises(KeyboardInterrupt):
-        fit(model)
-    fit(model)
-    fit(whole)
-    assert_same(model, whole)
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -78,14 +78,6 @@ def test_shapes_will_do(model: keras.Model) -> None:
     assert bridge.cost(model, SHAPES, fuse=4) == bridge.cost(model, (X, Y), fuse=4)
 
 
-def test_nothing_runs_and_the_model_stays_as_it_is(model: keras.Model) -> None:
-    before = [np.array(v.value) for v in model.variables]
-    bridge.memory(model, SHAPES)
-    bridge.cost(model, SHAPES)
-    after = [np.array(v.value) for v in model.variables]
-    assert all(map(np.array_equal, before, after))
-
-
 def test_the_largest_batch_is_that_of_the_step(model: keras.Model) -> None:
     here = ft.target()
     target = dataclasses.replace(here, chip=here.chip._replace(memory_bytes=300 * 1024))

@@ -8,7 +8,6 @@ from typing import Any
 import grain
 import keras
 import pytest
-from keras import layers
 
 import functrain as ft
 from tests.bridge.fitting import assert_same
@@ -30,22 +29,6 @@ from tests.bridge.train.interrupting import (
 )
 
 
-def half() -> keras.Model:
-    model = keras.Sequential(
-        [keras.Input((6,)), layers.Dense(8, "gelu", dtype="mixed_bfloat16"), layers.Dense(1)]
-    )
-    model.compile("adamw", "mse", metrics=["mae"])
-    return model
-
-
-def in_batches() -> dict[str, Any]:
-    return {"shuffle": "batch"}
-
-
-def unshuffled() -> dict[str, Any]:
-    return {"shuffle": False, "class_weight": {0: 1.0, 1: 2.0}}
-
-
 def over_epochs() -> dict[str, Any]:
     """One iterator for all epochs: nine batches in the data, two of them in an epoch."""
     return {"steps_per_epoch": 2}
@@ -54,12 +37,9 @@ def over_epochs() -> dict[str, Any]:
 CASES = [
     pytest.param(dense, evaluated, marks=pytest.mark.long),
     pytest.param(dense, stopping, marks=pytest.mark.long),
-    pytest.param(dense, in_batches, marks=pytest.mark.long),
-    pytest.param(dense, unshuffled, marks=pytest.mark.long),
     (dense, over_epochs),
     pytest.param(augmented, plain, marks=pytest.mark.long),
     pytest.param(with_ema, evaluated, marks=pytest.mark.long),
-    pytest.param(half, plain, marks=pytest.mark.long),
 ]
 
 
@@ -72,16 +52,6 @@ def test_interrupted_twice_it_equals_keras_fit_to_the_bit(make, arguments, tmp_p
     again, found = fit_in_pieces(make, arguments, tmp_path, ft.every(steps=2), pieces)
     assert_same(again, model)
     assert (found.history, found.epoch) == (history.history, history.epoch)
-
-
-@pytest.mark.parametrize("steps", [1, 5])
-@pytest.mark.long
-def test_it_goes_on_from_the_end_of_an_epoch_too(steps, tmp_path) -> None:
-    model, history = fit(augmented, plain, keras.Model.fit)  # five batches an epoch
-    pieces = [(11, 5), (None, 2)]
-    again, found = fit_in_pieces(augmented, plain, tmp_path, ft.every(steps=steps), pieces)
-    assert_same(again, model)
-    assert found.history == history.history
 
 
 def test_a_batch_that_was_fetched_ahead_of_a_checkpoint_keeps_its_order(tmp_path) -> None:
@@ -178,17 +148,6 @@ def test_data_of_unknown_length_resume_in_a_later_epoch(tmp_path) -> None:
     assert found.history == history.history
     _, finished = run(**how)
     assert finished.history == history.history
-
-
-def test_a_generator_that_ends_before_the_checkpoint_is_refused(tmp_path) -> None:
-    def run(batches: int, epochs: int) -> None:
-        data = ((X[:10], Y[:10]) for _ in range(batches))
-        how = {"steps_per_epoch": 5, "epochs": epochs, "shuffle": False, "verbose": 0}
-        bridge.fit(dense(), data, checkpointer=ft.Checkpointer(tmp_path), **how)
-
-    run(batches=10, epochs=1)
-    with pytest.raises(ValueError, match=r"x: expected the 5 batches .*, got 3"):
-        run(batches=3, epochs=2)
 
 
 def test_an_iterator_to_evaluate_on_is_begun_anew_with_a_warning(tmp_path) -> None:

@@ -67,17 +67,6 @@ def test_a_csv_file_goes_on_without_a_row_too_many(tmp_path) -> None:
     assert (tmp_path / "pieces.csv").read_text() == (tmp_path / "straight.csv").read_text()
 
 
-def test_a_csv_file_begins_anew_in_a_later_fit_that_does_not_resume(tmp_path) -> None:
-    logger = keras.callbacks.CSVLogger(tmp_path / "log.csv")
-    for epochs in (1, 2):
-        checkpoints, callbacks = ft.Checkpointer(tmp_path / "c"), [logger]
-        fit(dense, lambda n=epochs: {"epochs": n}, checkpointer=checkpoints, callbacks=callbacks)
-    fit(dense, lambda: {"epochs": 1}, callbacks=[logger])
-    header, row = (tmp_path / "log.csv").read_text().splitlines()
-    assert header.startswith("epoch,")
-    assert row.startswith("0,")
-
-
 def test_a_csv_file_keeps_its_columns_where_later_rows_have_others(tmp_path) -> None:
     def logged(name: str, epochs: int) -> Arguments:
         def arguments() -> dict[str, Any]:
@@ -194,13 +183,3 @@ def test_callbacks_may_predict_in_a_resumed_epoch_and_at_the_end(tmp_path) -> No
     assert_same(again, model)
     finished, _ = fit(dense, predicts, checkpointer=ft.Checkpointer(tmp_path))
     assert_same(finished, model)
-
-
-def test_a_fit_of_no_epochs_keeps_what_a_callback_assigned(tmp_path) -> None:
-    def assign(logs: Any = None) -> None:
-        callback.model.set_weights([np.full_like(x, 7) for x in callback.model.get_weights()])
-
-    callback = keras.callbacks.LambdaCallback(on_train_begin=assign)
-    checkpoints = ft.Checkpointer(tmp_path)
-    model, _ = fit(dense, lambda: {"epochs": 0}, checkpointer=checkpoints, callbacks=[callback])
-    assert all((x == 7).all() for x in model.get_weights())

@@ -12,10 +12,6 @@ from keras.callbacks import TerminateOnNaN
 from tests.bridge.fitting import assert_same
 
 
-class Subclass(TerminateOnNaN):
-    """A user's own."""
-
-
 class Batches(keras.callbacks.Callback):
     """Writes down which batches ended."""
 
@@ -41,12 +37,10 @@ def run(way: Any, bad: float, callbacks: list[Any], steps: int = 1, **kwargs: An
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
-@pytest.mark.parametrize("kind", [TerminateOnNaN, Subclass])
-@pytest.mark.parametrize("rewrites", ["auto", "exact"])
-def test_training_ends_at_its_batch(bad: float, kind: Any, rewrites: Any, capsys: Any) -> None:
-    theirs = run(keras.Model.fit, bad, [kind()])
+def test_training_ends_at_its_batch(bad: float, capsys: Any) -> None:
+    theirs = run(keras.Model.fit, bad, [TerminateOnNaN()])
     said = capsys.readouterr().out
-    ours = run(bridge.fit, bad, [kind()], rewrites=rewrites)
+    ours = run(bridge.fit, bad, [type("Subclass", (TerminateOnNaN,), {})()])
     assert capsys.readouterr().out == said == "Batch 2: Invalid loss, terminating training\n"
     assert int(ours.optimizer.iterations.value) == 3
     assert_same(ours, theirs)
@@ -100,9 +94,7 @@ def test_a_loss_for_each_output_need_not_be_finite_either() -> None:
 
 
 def test_a_fit_without_it_names_the_epoch_and_what_finds_the_cause() -> None:
-    with pytest.warns(
-        UserWarning, match=r"first in epoch 0, .*functrain\.inspect\.explain_nan"
-    ) as caught:
+    with pytest.warns(UserWarning, match=r"first in epoch 0, .*explain_nan") as caught:
         run(bridge.fit, np.nan, [], epochs=2)
     assert len(caught) == 1
     assert caught[0].filename == __file__
