@@ -86,11 +86,6 @@ def test_auto_takes_fewer_steps_for_short_epochs_and_large_batches() -> None:
     assert sizes(Feed(large, "auto")) == [(2, 4), (2, 4), (1, 4)]
 
 
-def test_auto_takes_fewer_steps_of_a_large_state() -> None:
-    data = ft.ArrayLoader(np.arange(10_000), 10)
-    assert sizes(Feed(data, "auto", state_bytes=2**30))[0] == (8, 10)
-
-
 # --- on accelerators, whose programs have loops of a known length --------------------------------
 
 
@@ -153,10 +148,6 @@ def test_on_accelerators_auto_is_limited_by_the_memory_and_not_by_a_processors_c
         assert auto_steps(room // k, 0, chip=ACCELERATOR) == k
     assert auto_steps(room // 100, 0) < 100
     assert auto_steps(2 * room, 0, chip=ACCELERATOR) == 1
-
-
-def test_on_accelerators_auto_is_no_longer_than_an_interval() -> None:
-    assert auto_steps(1, 0, [1_000, 7, None], chip=ACCELERATOR) == 7
 
 
 def test_a_chip_of_unknown_bandwidth_has_programs_of_ordinary_length() -> None:
@@ -297,16 +288,6 @@ def test_bare_arrays_are_refused_with_the_way_to_batch_them(data) -> None:
         as_batches(data)
 
 
-def test_a_list_of_numbers_is_refused_at_once() -> None:
-    with pytest.raises(TypeError, match=r"expected an ArrayLoader or .*got list"):
-        as_batches([0.5] * 1_000_000)
-
-
-def test_an_empty_list_is_refused_at_once() -> None:
-    with pytest.raises(ValueError, match=r"at least one batch, got \[\]"):
-        as_batches([])
-
-
 @pytest.mark.parametrize("leaf", [np.array(["a", "b"]), "text", np.array([{}, {}])])
 def test_batches_of_other_things_than_numbers_are_refused_by_place(leaf) -> None:
     feed = Feed([{"x": np.zeros(2), "y": leaf}], 1)
@@ -336,37 +317,8 @@ def test_more_steps_than_memory_has_room_for_are_refused_with_what_fits() -> Non
     assert plan.group_of(np.zeros(10**6, np.uint8)).k == machine_memory() // (2 * 10**6)
 
 
-def test_a_fit_of_a_billion_steps_a_program_takes_those_there_are() -> None:
-    loader = ft.ArrayLoader(np.ones((64, 8), np.float32), 8)
-    state, _ = ft.fit(jnp.zeros(()), lambda s, x: (s + 1, {}), loader, fuse=10**9, verbose=0)
-    assert int(state) == 8
-
-
-def test_a_source_may_fill_one_buffer_again_and_again() -> None:
-    def batches():
-        buffer = np.empty(3, np.float32)
-        for i in range(5):
-            buffer[:] = i
-            yield buffer
-
-    seen = [c.batches[: c.steps, 0].tolist() for c in Feed(batches(), 4).epoch(0)]
-    assert seen == [[0, 1, 2, 3], [4]]
-
-
 def test_batches_in_foreign_byte_order_are_the_numbers_they_are() -> None:
     (chunk,) = Feed([np.arange(3, dtype=">f4")] * 2, 2).epoch()
     assert chunk.batches.dtype == np.float32
     assert chunk.batches.dtype.isnative
     assert chunk.batches.tolist() == [[0, 1, 2]] * 2
-
-
-def test_numpy_integers_are_numbers_of_steps() -> None:
-    assert sizes(Feed(batches(2, 2), np.int64(2))) == [(2, 2)]
-
-
-def test_masked_arrays_are_refused_since_the_mask_would_be_lost() -> None:
-    masked = np.ma.masked_greater(np.arange(4.0), 2)
-    with pytest.raises(TypeError, match=r"data: .*masked array at x"):
-        ft.ArrayLoader({"x": masked}, 2)
-    with pytest.raises(TypeError, match="at x of batch 0 of epoch 0 of data"):
-        ft.fit(jnp.zeros(()), lambda s, x: (s, {}), [{"x": masked}], verbose=0)

@@ -90,13 +90,6 @@ def test_large_outputs_make_for_shorter_programs() -> None:
     assert sizes == [8 * 2**20]
 
 
-def test_a_program_outlives_the_name_of_its_step() -> None:
-    program = ft.fuse(lambda state, batch: (state + batch, state), 2)
-    state, seen = program(jnp.zeros(()), jnp.ones(2), 2)
-    assert float(state) == 2.0
-    assert seen.tolist() == [0.0, 1.0]
-
-
 @pytest.mark.parametrize(
     ("step", "message"),
     [

@@ -4,7 +4,6 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import functrain as ft
@@ -156,16 +155,6 @@ def test_a_number_of_steps_that_is_none_is_refused(steps) -> None:
         fused(jnp.zeros(()), jnp.ones(2), steps)
 
 
-def test_unrolled_steps_are_the_steps() -> None:
-    step, _ = counting()
-    chunk = np.arange(12, dtype=np.float32).reshape(4, 3)
-    fused = ft.fuse(step, 4, unroll=2)
-    state, logs = fused(jnp.zeros(()), chunk)
-    np.testing.assert_array_equal(logs["state"], [0, 3, 15, 36])
-    state, logs = fused(jnp.zeros(()), chunk, steps=3)
-    assert float(state) == chunk[:3].sum()
-
-
 @pytest.mark.parametrize("unroll", [1, 2])
 def test_the_program_takes_the_number_of_steps_it_is_given(unroll) -> None:
     program = ft.fuse(lambda state, batch: (state + batch, {}), 4, unroll=unroll)
@@ -174,12 +163,6 @@ def test_the_program_takes_the_number_of_steps_it_is_given(unroll) -> None:
             assert float(run(jnp.zeros(()), jnp.ones(4), steps)[0]) == steps
     with pytest.raises(ValueError, match="steps: expected a whole number from 1 to 4, got 5"):
         program(jnp.zeros(()), jnp.ones(4), 5)
-
-
-def test_a_fused_step_can_be_vmapped() -> None:
-    fused = ft.fuse(lambda state, batch: (state * batch, {}), 3, donate=False)
-    many, _ = jax.vmap(fused, in_axes=(0, None, None))(jnp.arange(4.0), jnp.full(3, 2.0), 3)
-    np.testing.assert_array_equal(many, np.arange(4) * 8)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
@@ -202,17 +185,6 @@ def test_logs_of_plain_numbers_and_any_dtype_are_stacked() -> None:
         "flag": [False, True],
         "byte": [1, 2],
     }
-
-
-def test_a_schedule_counts_steps_not_programs() -> None:
-    tx = optax.sgd(optax.piecewise_constant_schedule(1.0, {2: 0.0}))
-
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return params["w"], ft.Aux(model_state)
-
-    state = ft.TrainState.create(params={"w": np.float32(0)}, tx=tx)
-    state, _ = ft.fuse(ft.train_step(loss_fn, tx), 8)(state, jnp.ones(8))
-    assert float(state.params["w"]) == -2.0
 
 
 def test_a_method_is_a_step_that_compiles_once() -> None:
@@ -250,11 +222,3 @@ def test_aliases_of_replicated_leaves_are_named() -> None:
     fused = ft.fuse(lambda s, batch: (s, {}), 2)
     with pytest.raises(ValueError, match="state/a and state/b"):
         fused({"a": w, "b": w}, jnp.ones(2))
-
-
-def test_a_loss_is_no_step_here_either() -> None:
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return 0.0, ft.Aux(model_state)
-
-    with pytest.raises(TypeError, match="Make a step from a loss"):
-        ft.fuse(loss_fn, 2)

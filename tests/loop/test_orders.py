@@ -65,25 +65,9 @@ def test_a_loop_of_fits_by_steps_takes_the_batches_of_one_fit(steps: int) -> Non
     assert digest(state) == digest(expected)
 
 
-def test_the_same_holds_of_the_events_of_a_run() -> None:
-    state = fit(start(), epochs=1)[0]
-    events = ft.run(state, STEP, LOADER, fuse=7)
-    logs = next(event.logs for event in events if isinstance(event, ft.events.ChunkEnd))
-    assert np.stack([logs["first"], logs["second"]], 1).ravel().tolist() == orders(1)[0]
-
-
 def test_an_epoch_is_whole_after_a_part_of_one() -> None:
     part, _ = fit(start(), steps=3)
     assert epochs_of(fit(part, epochs=2)[1]) == orders(1, 2)
-
-
-def test_counts_are_those_of_the_fit_whatever_the_state_has_taken() -> None:
-    state, _ = fit(start(), epochs=2)
-    positions = []
-    again, _ = fit(state, epochs=1, hooks=[lambda event: positions.append(event.position)])
-    assert positions[-1] == ft.Position(7, 0, 7)
-    assert int(again.step) == 21
-    assert len(fit(state, steps=5)[1]) == 5
 
 
 def test_a_start_says_otherwise() -> None:

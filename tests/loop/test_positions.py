@@ -43,14 +43,6 @@ def test_the_rest_of_a_run_is_the_runs_rest(at, fuse) -> None:
     assert event.position == (21, 2, 7)
 
 
-def test_an_iterable_that_is_no_loader_is_taken_up_in_mid_epoch_too() -> None:
-    data = [np.full((2, 3), i, np.float32) for i in range(4)]
-    whole = states(data=data, epochs=2)
-    half = list(ft.run(START, step, data[:3]))[-1].state
-    rest = states(data=data, epochs=2, state=half, start=ft.Position(3, 0, 3))
-    assert rest == {n: whole[n] for n in range(4, 9)}
-
-
 def test_an_epoch_that_was_over_already_does_not_end_again() -> None:
     def batches() -> Any:
         yield from [np.full((2, 3), i, np.float32) for i in range(4)]
@@ -73,18 +65,6 @@ def test_hooks_go_on_counting_where_the_training_is() -> None:
     start = ft.Position(step=7, epoch=1)
     ft.fit(first, step, LOADER, epochs=2, start=start, hooks=[hook], verbose=0)
     assert seen == [4, 8, 12]
-
-
-def test_a_csv_goes_on_with_the_steps_of_the_training(tmp_path) -> None:
-    state = START
-    for epoch in range(3):
-        log = ft.hooks.CSVLogger(tmp_path / "log.csv", append=True)
-        start = ft.Position(step=7 * epoch, epoch=epoch)
-        state, _ = ft.fit(
-            state, step, LOADER, epochs=epoch + 1, start=start, hooks=[log], verbose=0
-        )
-    rows = (tmp_path / "log.csv").read_text().splitlines()[1:]
-    assert [row.split(",")[:2] for row in rows] == [["0", "7"], ["1", "14"], ["2", "21"]]
 
 
 @pytest.mark.parametrize(
@@ -114,13 +94,3 @@ def test_a_position_survives_pickling_and_copying() -> None:
     assert pickle.loads(pickle.dumps(position)) == copy.deepcopy(position) == (25, 2, 5)
     assert type(position.step) is int
     assert position._replace(batch=6) == ft.Position(25, 2, 6)
-
-
-def test_the_number_of_epochs_is_that_of_the_whole_training() -> None:
-    _, history = ft.fit(START, step, LOADER, epochs=3, start=ft.Position(7, 1), verbose=0)
-    assert len(history.epochs["norm"]) == 2
-
-
-def test_a_position_needs_the_length_of_an_epoch() -> None:
-    with pytest.raises(ValueError, match="steps_per_epoch: expected an integer of at least 1"):
-        ft.Position.from_step(step=3, steps_per_epoch=0)

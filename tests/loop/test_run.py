@@ -48,15 +48,6 @@ def test_events_tell_where_the_run_is() -> None:
     assert [e.step for e in events if isinstance(e, ft.events.EpochEnd)] == [8, 16]
 
 
-def test_the_callers_state_stays_alive() -> None:
-    step, _ = counting()
-    state = jnp.zeros(())
-    for event in ft.run(state, step, ft.ArrayLoader(X, 3)):
-        last = event.state
-    assert float(state) == 0
-    assert float(last) == X.sum()
-
-
 def test_a_state_of_numpy_and_python_numbers_is_a_state() -> None:
     def step(state, batch):
         return {"n": state["n"] + 1, "w": state["w"] + jnp.sum(batch)}, {}
@@ -101,16 +92,6 @@ def test_an_iterator_lasts_one_epoch() -> None:
         ft.run(jnp.zeros(()), step, iter(batches), epochs=2)
 
 
-def test_a_generator_function_is_to_be_called() -> None:
-    def batches():
-        yield np.ones(4)
-
-    with pytest.raises(TypeError, match=r"got function.* Call a generator function"):
-        list(ft.run(jnp.zeros(()), lambda s, b: (s, {}), batches))
-    with pytest.raises(TypeError, match=r"expected an ArrayLoader or an iterable .*got ndarray"):
-        list(ft.run(jnp.zeros(()), lambda s, b: (s, {}), np.ones((8, 4))))
-
-
 def test_errors_come_before_anything_runs() -> None:
     step, traces = counting()
     for arguments in ({"epochs": -1}, {"fuse": 0}):
@@ -137,39 +118,6 @@ def test_a_changed_batch_in_mid_run_leaves_the_callers_state() -> None:
     assert float(state) == 0
 
 
-def test_a_step_that_cannot_be_referred_to_weakly_still_compiles_once_a_run() -> None:
-    traces = []
-
-    class Step:
-        __slots__ = ()
-
-        def __call__(self, state, batch):
-            traces.append(None)
-            return state + jnp.sum(batch), {}
-
-    list(ft.run(jnp.zeros(()), Step(), ft.ArrayLoader(X[:21], 3), fuse=2, epochs=2))
-    assert len(traces) == 1
-
-
-def test_batches_can_be_sharded() -> None:
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    seen = []
-
-    def step(state, batch):
-        return state + jnp.sum(batch), {}
-
-    state = jax.device_put(
-        jnp.zeros(()), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    )
-    for event in ft.run(state, step, ft.ArrayLoader(X[:20], 4), fuse=2, sharding=sharding):
-        seen.append(event.state.sharding.is_fully_replicated)
-    assert all(seen)
-    assert float(event.state) == X[:20].sum()
-    with pytest.raises(ValueError, match="sharding: expected batches that divide"):
-        list(ft.run(state, step, ft.ArrayLoader(X[:21], 3), fuse=2, sharding=sharding))
-
-
 def test_data_that_refuse_to_say_how_long_they_are_are_data() -> None:
     class Endless:
         def __len__(self):
@@ -180,13 +128,3 @@ def test_data_that_refuse_to_say_how_long_they_are_are_data() -> None:
 
     step, _ = counting()
     assert [event.step for event in ft.run(jnp.zeros(()), step, Endless())][-1] == 3
-
-
-def test_the_latest_numbers_do_not_bring_pictures_along(monkeypatch) -> None:
-    fetched = []
-    get = jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda tree: fetched.append(tree) or get(tree))
-    rows = {"loss": jnp.arange(3.0), "picture": jnp.zeros((3, 28, 28))}
-    event = ft.events.ChunkEnd(position=ft.Position(3), state=(), steps=2, examples=1, rows=rows)
-    assert event.latest() == {"loss": 1.0}
-    assert [sorted(tree) for tree in fetched] == [["loss"]]

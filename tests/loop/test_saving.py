@@ -1,8 +1,6 @@
 """When a run saves itself, what it says of that, and what it is when it is over."""
 
-import os
 import pathlib
-import signal
 import warnings
 from typing import Any
 
@@ -114,22 +112,6 @@ def test_the_best_of_two_lives_is_the_best(tmp_path: pathlib.Path) -> None:
     assert (checkpointer.best(), checkpointer.steps()) == (10, [10, 30])
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_a_run_that_was_interrupted_at_its_last_epochs_end_keeps_the_values(
-    tmp_path: pathlib.Path,
-) -> None:
-    @ft.every(epochs=3)
-    def interrupt(event: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        trained(ft.Checkpointer(tmp_path, monitor="val_loss"), scored(0.3, 0.2, 0.1), interrupt)
-    checkpointer = ft.Checkpointer(tmp_path, monitor="val_loss")
-    result = trained(checkpointer, scored(0.3, 0.2, 0.1))
-    assert checkpointer.best() == 30
-    assert result.history.epochs["val_loss"].tolist() == [0.3, 0.2, 0.1]
-
-
 def may_add_values(event: Any) -> None:
     """A function, of which nobody knows beforehand that it does not."""
 
@@ -144,11 +126,6 @@ def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None
     assert checkpointer.steps() == [10, 20, 30]
 
 
-def test_a_best_value_that_the_only_epoch_has_not_is_named(tmp_path: pathlib.Path) -> None:
-    with pytest.warns(UserWarning, match=r"monitor: expected one of \['mean'\], got 'val_loss'"):
-        trained(ft.Checkpointer(tmp_path, monitor="val_loss"), may_add_values, epochs=1)
-
-
 def test_a_best_value_that_was_saved_in_mid_epoch_is_not_missed(tmp_path: pathlib.Path) -> None:
     @ft.every(steps=4)
     def score(event: Any) -> None:
@@ -159,13 +136,6 @@ def test_a_best_value_that_was_saved_in_mid_epoch_is_not_missed(tmp_path: pathli
         warnings.simplefilter("error")
         trained(checkpointer, score)
     assert checkpointer.best() == 28
-
-
-def test_a_directory_alone_is_no_checkpointer(tmp_path: pathlib.Path) -> None:
-    with pytest.raises(
-        TypeError, match=r"checkpointer: expected a functrain.Checkpointer, got str"
-    ):
-        trained(str(tmp_path))
 
 
 def test_too_few_epochs_are_refused_with_the_directory_that_goes_on(
@@ -186,24 +156,6 @@ def test_an_error_names_the_directory_that_goes_on(tmp_path: pathlib.Path) -> No
     with pytest.raises(SystemExit) as caught:
         trained(ft.Checkpointer(tmp_path / "other"), leave_at(8))
     assert not any("resumes" in note for note in caught.value.__notes__)
-
-
-def test_an_error_stays_what_it_is_where_the_directory_cannot_be_read(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpointer = ft.Checkpointer(tmp_path)
-
-    def fail() -> None:
-        raise OSError("no network")
-
-    @ft.at(8)
-    def leave(event: Any) -> None:
-        monkeypatch.setattr(checkpointer, "latest", fail)
-        raise SystemExit
-
-    with pytest.raises(SystemExit) as caught:
-        trained(checkpointer, leave)
-    assert hasattr(caught.value, "fit_result")
 
 
 def test_a_training_that_is_over_says_so_and_returns_what_it_came_to(
@@ -255,18 +207,6 @@ def test_a_run_that_was_stopped_stays_so_and_says_how_to_begin_anew(
     assert said.startswith("already finished, stopped early after 14 steps: ")
     assert "rollback" in said
     assert digest((again.state, again.history.steps)) == digest((first.state, first.history.steps))
-
-
-def test_a_fit_that_is_over_does_not_record_its_end_again(tmp_path: pathlib.Path) -> None:
-    def test(event: Any) -> None:
-        if isinstance(event, ft.events.RunEnd):
-            event.values["test_loss"] = 0.5
-
-    log, found = tmp_path / "log.jsonl", []
-    for _ in range(2):
-        history = trained(ft.Checkpointer(tmp_path / "c"), test, ft.hooks.JSONLines(log)).history
-        found.append((log.read_text(), digest(history.within_epochs)))
-    assert found[0] == found[1]
 
 
 def test_an_error_at_the_end_of_a_run_loses_no_step(tmp_path: pathlib.Path) -> None:
@@ -340,14 +280,6 @@ def test_a_resumed_run_may_have_other_metrics(tmp_path: pathlib.Path, every: Any
         np.testing.assert_array_equal(history.epochs["again"][complete], expected)
 
 
-def test_the_end_of_a_run_that_was_stopped_says_so_again(tmp_path: pathlib.Path) -> None:
-    for _ in range(2):
-        checkpointer = ft.Checkpointer(tmp_path)
-        for event in ft.run({"w": jnp.zeros(2)}, step, DATA, checkpointer=checkpointer):
-            event.stop()
-        assert event.was_stopped
-
-
 def test_events_of_a_run_that_is_over_are_its_end(tmp_path: pathlib.Path) -> None:
     def run() -> Any:
         state = {"w": jnp.zeros(2)}
@@ -360,13 +292,6 @@ def test_events_of_a_run_that_is_over_are_its_end(tmp_path: pathlib.Path) -> Non
     assert isinstance(end, ft.events.RunEnd)
     assert not end.was_stopped
     assert (end.position, digest(end.state)) == (last.position, digest(last.state))
-
-
-def test_nothing_is_said_of_a_life_like_any_other(tmp_path: pathlib.Path) -> None:
-    trained(ft.Checkpointer(tmp_path), epochs=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained(ft.Checkpointer(tmp_path))
 
 
 def test_a_run_that_resumes_makes_no_copy_of_the_state_it_was_given(tmp_path, monkeypatch) -> None:

@@ -73,12 +73,6 @@ def test_a_fit_of_two_networks_does_not_depend_on_k() -> None:
     assert int(results[0].state["d"].step) == 24
 
 
-def test_logs_of_several_networks_may_be_nested() -> None:
-    _, history = ft.fit(players(), gan_step, DATA, verbose=0)
-    assert history.steps["of/g_loss"].shape == (12,)
-    assert set(history.epochs) == {"loss", "of/g_loss", "seconds"}
-
-
 def test_a_step_over_several_networks_carries_metrics() -> None:
     bias = ft.metrics.mean(lambda outputs, real: outputs - real)
     made = ft.metrics.Metric(
@@ -112,14 +106,6 @@ def test_hooks_see_all_networks_at_their_step_and_may_change_them() -> None:
     states, _ = ft.fit(players(), gan_step, DATA, fuse=12, hooks=[reset], verbose=0)
     assert seen == {3: (3, 3)}
     assert (int(states["d"].step), int(states["g"].step)) == (9, 12)
-
-
-def test_several_networks_are_saved_and_go_on(tmp_path) -> None:
-    whole, _ = ft.fit(players(), gan_step, DATA, epochs=2, verbose=0)
-    half, _ = ft.fit(players(), gan_step, DATA, epochs=1, verbose=0)
-    ft.save(tmp_path / "half", half)
-    loaded = ft.load(tmp_path / "half", like=jax.eval_shape(players))
-    same(ft.fit(loaded, gan_step, DATA, epochs=2, start=ft.Position(12, 1), verbose=0).state, whole)
 
 
 # A student, and a target that follows it: an average of its weights, which no gradient touches.
@@ -168,18 +154,6 @@ def test_a_network_among_several_is_evaluated_in_the_midst_of_a_fit() -> None:
     assert history.epochs["val_loss"][0] > history.epochs["val_loss"][-1]
     alone = ft.evaluate(states["target"], ft.eval_step(fit_line), data)
     assert ft.evaluate(states, step, data) == alone
-
-
-def test_early_stopping_brings_all_networks_back() -> None:
-    data = ft.ArrayLoader((X, Y), 4)
-    hooks = [
-        ft.hooks.Evaluate(ft.eval_step(fit_line, get_state=lambda states: states["student"]), data),
-        # No epoch improves on the first.
-        ft.hooks.EarlyStopping("val_loss", min_delta=10.0, restore_best=True),
-    ]
-    states, _ = ft.fit(student_and_target(), follow, data, epochs=5, hooks=hooks, verbose=0)
-    once, _ = ft.fit(student_and_target(), follow, data, epochs=1, verbose=0)
-    same(states, once)
 
 
 def test_arrays_that_two_networks_share_are_named_before_they_hurt() -> None:

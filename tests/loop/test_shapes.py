@@ -97,22 +97,6 @@ def test_a_transform_may_make_batches_of_several_shapes() -> None:
         np.testing.assert_array_equal(own.epochs["loss"], history.epochs["loss"])
 
 
-@pytest.mark.parametrize("keeps", [np.s_[::2], np.s_[:0], [0, 0, 1, 1, 1]])
-def test_means_count_the_examples_that_a_transform_returns(keeps: Any) -> None:
-    y = np.arange(22, dtype=np.float32)
-    # The first batches keep all of their examples.
-    change = lambda y, rng: y if y[0] < 8 else y[keeps] if len(y) == 4 else y[:1]  # noqa: E731
-    loader = ft.ArrayLoader(y, 4, transform=change)
-    seen = np.concatenate(list(loader)).astype(np.float64)
-
-    def step(state: Any, y: jax.Array) -> Any:
-        return state, {"loss": jnp.sum(y) / max(len(y), 1)}
-
-    for fuse in (1, 4):
-        history = ft.fit(jnp.zeros(()), step, loader, fuse=fuse, verbose=0).history
-        np.testing.assert_allclose(history.epochs["loss"], [seen.mean()], rtol=1e-6)
-
-
 @pytest.mark.parametrize("order", LENGTHS)
 def test_measures_and_predictions_are_those_of_jitted_functions(order: str) -> None:
     state, batches = create(), data(order)

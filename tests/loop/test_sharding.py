@@ -124,18 +124,6 @@ def test_evaluation_and_prediction_take_sharded_batches() -> None:
     np.testing.assert_allclose(ours, ft.predict(state, step, ft.ArrayLoader(X, 8)), atol=1e-6)
 
 
-def test_what_fit_is_told_of_batches_its_evaluation_is_told() -> None:
-    seen = []
-
-    def watched(params: Any, model_state: Any, batch: Any, **how: Any) -> Any:
-        jax.debug.inspect_array_sharding(batch[0], callback=lambda s: seen.append(s.num_devices))
-        return LOSS(params, model_state, batch, **how)
-
-    how: Any = {"eval_data": loader(), "eval_step": ft.eval_step(watched), "verbose": 0}
-    ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
-    assert set(seen) == {2}
-
-
 def test_a_last_batch_that_does_not_divide_is_found_before_anything_is_trained() -> None:
     odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
     ran = []
@@ -170,17 +158,6 @@ def test_no_example_is_left_out_where_devices_do_not_divide_the_batches(kind, ba
     np.testing.assert_allclose(ours, outputs, atol=1e-6)
 
 
-def test_a_fit_evaluates_all_examples_that_devices_do_not_divide() -> None:
-    odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
-    hook = ft.hooks.Evaluate(EVAL, odd, prefix="test_", sharding=at("data"))
-    how: Any = {"eval_data": odd, "eval_step": EVAL, "hooks": [hook], "verbose": 0}
-    state, history = ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
-    expected = ft.evaluate(state, EVAL, odd)
-    for name in ("val_", "test_"):
-        assert history.epochs[f"{name}loss"][-1] == pytest.approx(expected["loss"], rel=1e-6)
-        assert history.epochs[f"{name}accuracy"][-1] == expected["accuracy"]
-
-
 def test_a_step_that_divides_batches_itself_is_traced_with_the_last_one_before_training() -> None:
     def of_each(x: Any, w: Any) -> Any:
         return jax.lax.pmean(jnp.mean(x @ w), "data")
@@ -197,16 +174,6 @@ def test_a_step_that_divides_batches_itself_is_traced_with_the_last_one_before_t
     with pytest.raises(ValueError, match="evenly divi") as caught:
         ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
     assert any("evaluation of eval_data was traced" in x for x in caught.value.__notes__)
-
-
-def test_a_population_is_evaluated_on_examples_that_devices_do_not_divide() -> None:
-    population = ft.population.stack([create(), create().replace(params=create().params)])
-    odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
-    step = ft.population.step(EVAL)
-    found = ft.evaluate(population, step, odd, sharding=at("data"))
-    alone = ft.evaluate(create(), EVAL, odd)
-    np.testing.assert_allclose(found["loss"], alone["loss"], rtol=1e-6)
-    np.testing.assert_array_equal(found["accuracy"], alone["accuracy"])
 
 
 def test_the_last_of_a_list_of_batches_is_looked_at_as_well() -> None:
@@ -270,20 +237,6 @@ def test_a_mesh_of_several_axes_is_to_say_which() -> None:
     both = jax.make_mesh((2, 1), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with pytest.raises(ValueError, match=r"a mesh of one axis, .* got \('data', 'model'\)"):
         ft.run(create(), STEP, loader(), sharding=both)
-
-
-def test_arrays_may_be_shared_where_nothing_is_donated() -> None:
-    x = jnp.arange(6.0)
-
-    def step(state: Any, batch: Any) -> Any:
-        return {"a": state["a"] + batch[0], "b": state["b"] + batch[1]}, {}
-
-    shared = jnp.zeros(())
-    state, _ = ft.fuse(step, 6, donate=False)({"a": shared, "b": shared}, (x, x))
-    assert float(state["a"]) == float(state["b"]) == 15.0
-    own = {"a": jnp.zeros(()), "b": jnp.zeros(())}
-    state, _ = ft.fuse(step, 6)(own, (x, x))
-    assert float(state["b"]) == 15.0
 
 
 def test_a_state_of_numpy_arrays_that_a_hook_puts_in_goes_to_all_devices_too() -> None:

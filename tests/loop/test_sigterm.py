@@ -219,19 +219,6 @@ def test_sigterm_beside_ctrl_c_is_not_lost(handled: list[Any]) -> None:
     assert seen == ["SIGTERM"]
 
 
-def test_a_handler_is_in_its_place_again_after_an_error(
-    tmp_path: pathlib.Path, handled: list[Any]
-) -> None:
-    @ft.at(13)
-    def fail(event: Any) -> None:
-        raise KeyError
-
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(KeyError):
-        trained(ft.Checkpointer(tmp_path), fail)
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_saves_before_it_goes_on(tmp_path: pathlib.Path) -> None:
     checkpointer = ft.Checkpointer(tmp_path, every=ft.at(10**9))

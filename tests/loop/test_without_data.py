@@ -1,7 +1,5 @@
 """Training without data: batches without arrays in every part of the library."""
 
-import itertools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,16 +40,6 @@ def test_a_fit_without_data_takes_the_steps_by_hand(data) -> None:
     expected, losses = by_hand(10)
     np.testing.assert_array_equal(history.steps["loss"], losses)
     np.testing.assert_array_equal(state.params["w"], expected.params["w"])
-
-
-def test_endless_batches_without_data_are_counted_in_steps() -> None:
-    _, history = ft.fit(create(), STEP, itertools.repeat(()), steps=7, verbose=0)
-    np.testing.assert_array_equal(history.steps["loss"], by_hand(7)[1])
-
-
-def test_a_fused_step_without_data_returns_a_row_for_each_step() -> None:
-    _, logs = ft.fuse(STEP, 4, donate=False)(create(), ())
-    np.testing.assert_array_equal(logs["loss"], by_hand(4)[1])
 
 
 def test_metrics_and_evaluations_need_no_data() -> None:

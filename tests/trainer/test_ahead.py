@@ -185,26 +185,6 @@ def test_an_uncompiled_step_is_not_traced_to_find_out() -> None:
     assert "val_loss" in ft.fit(state, ft.train_step(loss, TX), one, **how).history.epochs
 
 
-@pytest.mark.parametrize("below", ["", "file/log.csv"])
-def test_a_csv_file_that_cannot_be_written_is_found_before_the_first_step(below, tmp_path) -> None:
-    (tmp_path / "file").touch()
-    fit = Fit()
-    with pytest.raises(OSError, match=r"directory|File exists"):
-        fit(hooks=[ft.hooks.CSVLogger(tmp_path / below)])
-    assert fit.steps == 0
-
-
-def test_a_file_that_stands_is_left_until_the_first_row(tmp_path) -> None:
-    path = tmp_path / "log.csv"
-    path.write_text("kept\n")
-    with pytest.raises(TypeError):
-        Fit()(hooks=[ft.hooks.CSVLogger(path)], eval_data=(X, Y), eval_step=EVAL)
-    hook = ft.hooks.CSVLogger(path)
-    hook.begin()
-    hook.close()
-    assert path.read_text() == "kept\n"
-
-
 @pytest.mark.parametrize("is_of_hooks", [False, True])
 def test_an_iterator_is_read_by_one(is_of_hooks) -> None:
     # Training and evaluation would each get a part of its batches.

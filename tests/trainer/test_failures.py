@@ -99,13 +99,6 @@ def test_history_and_state_of_an_error_are_of_one_step() -> None:
     assert float(state["w"]) == X[:12].sum()
 
 
-def test_a_fused_program_that_fails_says_why() -> None:
-    fused = ft.fuse(failing(at=0), 2)
-    chunk = LOADER.chunk(0, 0, 2)
-    with pytest.raises(Exception, match="from the host"):
-        jax.block_until_ready(fused({"w": jnp.zeros(())}, chunk))
-
-
 def test_a_forked_child_is_told_before_it_hangs() -> None:
     program = """
 import os, sys, warnings, jax.numpy as jnp, numpy as np, functrain as ft

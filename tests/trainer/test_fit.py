@@ -56,18 +56,6 @@ def test_history_has_every_step_and_every_epoch() -> None:
     np.testing.assert_allclose(history.epochs["val_loss"], history.epochs["val_mse"], rtol=1e-6)
 
 
-def test_evaluation_sees_the_state_of_its_epoch() -> None:
-    data = ft.ArrayLoader((X, Y), 10)
-    eval_step = ft.eval_step(LOSS)
-    state, step = setup()
-    kept = []
-    for event in ft.run(state, step, data, epochs=2):
-        if isinstance(event, ft.events.EpochEnd):
-            kept.append(ft.evaluate(event.state, eval_step, data)["loss"])
-    _, history = ft.fit(state, step, data, epochs=2, eval_data=data, eval_step=eval_step, verbose=0)
-    np.testing.assert_array_equal(history.epochs["val_loss"], kept)
-
-
 def test_logs_that_are_no_scalars_stay_out_of_the_history_with_one_warning() -> None:
     def step(state, batch):
         return state, {"loss": jnp.sum(batch[1]), "image": batch[0], "d": {"real": state}}
@@ -163,12 +151,6 @@ def test_the_weighted_mean_of_an_epoch_does_not_depend_on_the_batch_size(capsys)
     np.testing.assert_allclose(history.epochs["loss"], [[expected, np.nan]], rtol=1e-6)
 
 
-def test_a_number_of_epochs_that_is_none_is_refused_with_an_evaluation_too() -> None:
-    data = ft.ArrayLoader((X, Y), 10)
-    with pytest.raises(ValueError, match="epochs: expected an integer of at least 0, got '3'"):
-        ft.fit(*setup(), data, epochs="3", eval_data=data, eval_step=ft.eval_step(LOSS), verbose=0)
-
-
 def test_the_learning_rate_of_an_epoch_is_its_last() -> None:
     schedule = optax.linear_schedule(1.0, 0.0, 11)
     tx = optax.sgd(schedule)
@@ -190,36 +172,11 @@ def test_fitting_twice_compiles_once() -> None:
     assert len(traces) == 1
 
 
-def test_the_eager_fit_gives_what_the_compiled_gives() -> None:
-    state, step = setup()
-    data = ft.ArrayLoader((X, Y), 10)
-    fast = ft.fit(state, step, data, verbose=0)
-    slow = ft.fit(state, step, data, jit=False, verbose=0)
-    np.testing.assert_allclose(fast.history.steps["loss"], slow.history.steps["loss"], rtol=1e-5)
-
-
 @pytest.mark.parametrize("given", [{"eval_data": [1]}, {"eval_step": ft.eval_step(LOSS)}])
 def test_evaluating_needs_both_data_and_step(given) -> None:
     state, step = setup()
     with pytest.raises(ValueError, match="eval_data and eval_step: expected both or neither"):
         ft.fit(state, step, ft.ArrayLoader((X, Y), 10), **given)
-
-
-def test_a_train_step_is_no_eval_step() -> None:
-    state, step = setup()
-    with pytest.raises(TypeError, match=r"eval_step: expected a step from functrain\.eval_step"):
-        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), eval_data=[(X, Y)], eval_step=step)
-
-
-def test_the_plot_has_a_panel_for_each_quantity(tmp_path) -> None:
-    state, step = setup({"mae": ft.metrics.mean_absolute_error()})
-    data = ft.ArrayLoader((X, Y), 10)
-    _, history = ft.fit(
-        state, step, data, epochs=2, eval_data=data, eval_step=ft.eval_step(LOSS), verbose=0
-    )
-    figure = history.plot(tmp_path / "curves.png")
-    assert [axes.get_title() for axes in figure.axes] == ["loss", "mae"]
-    assert (tmp_path / "curves.png").stat().st_size > 5000
 
 
 def output(verbose, terminal):
@@ -256,11 +213,6 @@ def test_the_rate_without_examples_is_that_of_steps(capsys) -> None:
     assert "examples" not in out
 
 
-def test_nothing_is_said_of_compiling_that_nobody_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(_progress, "NOTICEABLE_SECONDS", 1e9)
-    assert "compilation" not in output("lines", terminal=False)
-
-
 def test_progress_is_a_bar_in_a_terminal() -> None:
     text = output("auto", terminal=True)
     assert "━" in text
@@ -272,20 +224,6 @@ def test_progress_can_be_silenced_and_misspelt_settings_are_refused() -> None:
     assert output(0, terminal=True) == ""
     with pytest.raises(ValueError, match="verbose: expected 'auto'"):
         output("loud", terminal=False)
-
-
-def test_what_was_trained_survives_an_error_in_a_hook() -> None:
-    state, step = setup()
-
-    def fail(event):
-        if event.step == 8:
-            raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose") as caught:
-        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), fuse=4, hooks=[fail], verbose=0)
-    result = caught.value.fit_result
-    assert int(result.state.step) == 8
-    assert "fit_result" in caught.value.__notes__[0]
 
 
 def test_what_was_trained_survives_an_error_in_the_data() -> None:
@@ -300,28 +238,6 @@ def test_what_was_trained_survives_an_error_in_the_data() -> None:
         ft.fit(state, step, batches(), fuse=2, verbose=0)
     assert int(caught.value.fit_result.state.step) == 5
     assert len(caught.value.fit_result.history.steps["loss"]) == 5
-
-
-def test_an_interrupt_waits_for_the_program_and_loses_nothing(ctrl_c) -> None:
-    state, step = setup()
-
-    def interrupt(event):
-        if event.step == 15:
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        ft.fit(state, step, ft.ArrayLoader((X, Y), 10), fuse=4, hooks=[interrupt], epochs=9)
-    assert int(caught.value.fit_result.state.step) == 15
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_epochs_can_be_fitted_one_by_one() -> None:
-    state, step = setup()
-    data = ft.ArrayLoader((X, Y), 10, shuffle=True, seed=2)
-    at_once, _ = ft.fit(state, step, data, epochs=2, verbose=0)
-    first, _ = ft.fit(state, step, data, verbose=0)
-    second, _ = ft.fit(first, step, data, epochs=2, start=ft.Position(11, 1), verbose=0)
-    np.testing.assert_array_equal(second.params["w"], at_once.params["w"])
 
 
 def test_an_evaluation_iterator_must_last() -> None:

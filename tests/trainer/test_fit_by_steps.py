@@ -259,12 +259,6 @@ def saves(directory: Any) -> ft.Checkpointer:
     return ft.Checkpointer(directory / "run")
 
 
-def test_early_stopping_counts_stretches() -> None:
-    hook = ft.hooks.EarlyStopping("val_loss", patience=1, min_delta=1e9, restore_best=True)
-    state, _ = fit(loader(), hook, steps=50, steps_per_epoch=5, **HELD_OUT)
-    assert hook.best_step == int(state.step) == 5
-
-
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -304,45 +298,3 @@ def test_run_has_epochs_of_a_given_length() -> None:
     ends = [event.position for event in events if isinstance(event, ft.events.EpochEnd)]
     assert ends == [ft.Position(10, 0, 10), ft.Position(20, 1, 10)]
     assert digest(events[-1].state) == digest(fit(loader(), steps=20).state)
-
-
-def without_data(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
-    return jnp.sum((params["w"] - 3) ** 2), ft.Aux(model_state)
-
-
-@pytest.mark.parametrize(("fuse", "jit"), [(7, True), ("auto", True), (7, False)])
-def test_training_needs_no_data(fuse, jit) -> None:
-    tx = optax.sgd(0.25)
-    state, step = ft.TrainState.create(params={"w": jnp.zeros(1)}, tx=tx), without_data
-    how: Any = {"eval_step": ft.eval_step(step), "verbose": 0, "fuse": fuse, "jit": jit}
-    nothing = itertools.repeat(())
-    state, history = ft.fit(
-        state,
-        ft.train_step(step, tx),
-        nothing,
-        steps=20,
-        steps_per_epoch=5,
-        eval_data=[()] * 3,
-        **how,
-    )
-    losses = 9.0 * 0.25 ** np.arange(21)  # the error halves at each step
-    np.testing.assert_allclose(history.steps["loss"], losses[:20], rtol=1e-5)
-    np.testing.assert_allclose(history.epochs["loss"], losses[:20].reshape(4, 5).mean(1), rtol=1e-5)
-    np.testing.assert_allclose(history.epochs["val_loss"], losses[5::5], rtol=1e-5)
-    (event, *_) = ft.run(state, ft.train_step(step, tx), [()] * 3)
-    assert event.logs["loss"].shape == (3,)
-
-
-def test_a_training_without_data_is_resumed(tmp_path) -> None:
-    tx = optax.adam(0.1)
-    state, step = ft.TrainState.create(params={"w": jnp.zeros(1)}, tx=tx), without_data
-    step = ft.train_step(step, tx)
-    how: Any = {"steps_per_epoch": 4, "verbose": 0}
-    whole = ft.fit(state, step, itertools.repeat(()), steps=12, **how)
-    for steps in (8, 12):
-        checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=3))
-        resumed = ft.fit(
-            state, step, itertools.repeat(()), steps=steps, checkpointer=checkpointer, **how
-        )
-    assert digest(resumed.state) == digest(whole.state)
-    np.testing.assert_array_equal(resumed.history.steps["loss"], whole.history.steps["loss"])

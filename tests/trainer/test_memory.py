@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -17,10 +18,6 @@ import sys, jax, jax.numpy as jnp, numpy as np, optax, functrain as ft
 def anonymous():  # bytes that are in no file
     lines = open("/proc/self/smaps_rollup").read().splitlines()[1:]
     return int(dict(line.split(":") for line in lines)["Anonymous"].split()[0]) * 1024
-
-def peak():
-    lines = open("/proc/self/status").read().splitlines()
-    return int(next(line.split()[1] for line in lines if line.startswith("VmHWM"))) * 1024
 """
 
 HISTORY = """
@@ -39,29 +36,6 @@ assert all(len(x) == 8_000 for x in history.steps.values()), history
 print((before[1] - before[0]) / 6_000)
 """
 
-STATE = """
-params = {"w": np.ones((5_000, 5_000), np.float32)}
-tx = optax.adam(1e-3)
-
-def loss_fn(params, model_state, batch, *, rng, training):
-    return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
-
-step = ft.train_step(loss_fn, tx)
-state = ft.TrainState.create(params=params, tx=tx)
-batches = np.ones((24, 4, 5_000), np.float32)
-size, before = sum(x.nbytes for x in jax.tree.leaves(state)), anonymous()
-if sys.argv[1] == "by hand":
-    jitted = jax.jit(step, donate_argnums=0)
-    for batch in batches:
-        state, logs = jitted(state, batch)
-    jax.block_until_ready(state)
-else:
-    loader = ft.ArrayLoader(batches.reshape(-1, 5_000), 4)
-    state, _ = ft.fit(state, step, loader, donate=True, verbose=0)
-assert int(state.step) == 24
-print((peak() - before) / size)
-"""
-
 
 def printed(program: str, *arguments: str) -> float:
     command = [sys.executable, "-c", HELPERS + program, *arguments]
@@ -75,9 +49,24 @@ def test_history_of_a_million_single_steps_takes_megabytes() -> None:
     assert printed(HISTORY) < 400  # bytes a step, of six logs; 24 are the numbers themselves
 
 
-@pytest.mark.long
-def test_a_state_handed_over_takes_the_memory_of_a_loop_by_hand() -> None:
-    assert printed(STATE, "fit") < printed(STATE, "by hand") + 0.6  # a copy is 1
+@pytest.mark.parametrize(("donate", "states"), [(True, 1.6), (False, 2.6)])
+def test_a_fit_needs_one_state_and_another_one_if_the_callers_stays(donate, states) -> None:
+    def loss_fn(params, model_state, batch, *, rng, training):
+        return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
+
+    tx = optax.adam(1e-3)
+    step, params = ft.train_step(loss_fn, tx), {"w": np.ones((1_000, 1_000), np.float32)}
+    state = ft.TrainState.create(params=params, tx=tx)
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    before, live = sum(x.nbytes for x in jax.live_arrays()) - size, []
+
+    def measure(event):
+        live.append(sum(x.nbytes for x in jax.live_arrays()) - before)
+
+    data = ft.ArrayLoader(np.ones((96, 1_000), np.float32), 4)
+    ft.fit(state, step, data, fuse=4, donate=donate, hooks=[measure], verbose=0)
+    assert len(live) == 8
+    assert max(live) < states * size
 
 
 def test_fits_that_evaluate_leave_nothing_behind() -> None:

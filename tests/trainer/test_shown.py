@@ -6,7 +6,6 @@ import re
 import sys
 import types
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -141,22 +140,11 @@ def test_without_matplotlib_there_is_the_table(monkeypatch) -> None:
     assert "<img" not in html
 
 
-def test_a_fit_of_no_epoch_is_shown_by_its_name() -> None:
-    assert "History()" in ft.History({}, {})._repr_html_()
-
-
 def test_a_plot_of_many_quantities_has_rows_of_three() -> None:
     epochs = {name: np.ones(2) for name in ("loss", "mae", "mse", "accuracy", "gradient_norm")}
     figure = ft.History(steps={}, epochs=epochs).plot()
     assert [axes.get_title() for axes in figure.axes] == [n.replace("_", " ") for n in epochs]
     assert figure.get_size_inches().tolist() == [3 * 5.2, 2 * 3.6]
-
-
-def test_a_history_of_epochs_is_drawn_over_them() -> None:
-    resumed = ft.History(steps={}, epochs={"loss": np.ones(3)}, first_step=200)
-    (panel,) = resumed.plot().axes
-    assert panel.get_xlabel() == "epoch"
-    assert panel.lines[0].get_xdata().tolist() == [1, 2, 3]
 
 
 def test_a_plot_is_a_picture_in_a_cell_by_itself() -> None:
@@ -191,22 +179,3 @@ def step(state, batch):
 )
 def test_things_are_shown_in_a_line(thing, shown) -> None:
     assert repr(thing) == shown
-
-
-def test_what_a_checkpoint_holds_is_shown_in_a_line(tmp_path) -> None:
-    with ft.Checkpointer(tmp_path) as keeping:
-        keeping.save(STATE, ft.Position(3), documents={"mine": list(range(1000))})
-        keeping.wait()
-        shown = repr(keeping.restore(jax.eval_shape(lambda: STATE)))
-    assert shown.startswith("Restored(state=TrainState(step=0, params=120,000 in 1 array, ")
-    assert shown.endswith(
-        "position=Position(step=3, epoch=0, batch=0), values={}, documents of mine)"
-    )
-
-
-def test_histories_and_states_say_whether_they_are_one() -> None:
-    one, other = history(), history()
-    assert one == one
-    assert one != other
-    assert ft.FitResult(STATE, one) == ft.FitResult(STATE, one)
-    assert ft.FitResult(STATE, one) != ft.FitResult(STATE, other)

@@ -46,23 +46,6 @@ def test_a_sigterm_that_exits_waits_for_the_program_and_loses_nothing() -> None:
 
 
 @pytest.mark.usefixtures("sigterm_exits")
-def test_a_sigterm_in_mid_program_waits_too() -> None:
-    """Data come from a loop of Python's, in the midst of which a signal may come."""
-
-    def batches() -> Any:
-        for i in range(20):
-            if i == 5:
-                signal.raise_signal(signal.SIGTERM)
-            yield np.full(2, i, np.float32)
-
-    with pytest.raises(SystemExit) as caught:
-        ft.fit(jnp.zeros(()), step, batches(), fuse=4, verbose=0)
-    state, history = caught.value.fit_result
-    assert len(history.steps["total"]) == 8
-    assert float(state) == 2 * np.arange(8).sum()
-
-
-@pytest.mark.usefixtures("sigterm_exits")
 def test_a_second_signal_does_not_wait() -> None:
     def batches() -> Any:
         for i in range(20):
@@ -176,16 +159,3 @@ def test_a_fit_that_saves_itself_waits_for_an_evaluation_but_not_for_a_fit(inner
         assert saves.latest() == 6
     again = ft.fit(jnp.zeros(()), step, LOADER, fuse=4, verbose=0, checkpointer=saves)
     assert float(again.state) == np.arange(40).sum()
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_ends_a_fit_within_a_fit_within_a_fit() -> None:
-    hook = ft.at(2)(lambda event: inner_fit())
-
-    def middle(event: Any) -> None:
-        ft.fit(jnp.zeros(()), step, LOADER, fuse=4, hooks=[hook], verbose=0)
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        ft.fit(jnp.zeros(()), step, LOADER, fuse=4, hooks=[ft.at(3)(middle)], verbose=0)
-    assert len(fetched) < 10
-    assert float(caught.value.fit_result.state) == np.arange(6).sum()
