@@ -5,6 +5,7 @@ import os
 from collections.abc import Iterator
 from typing import IO
 
+from functrain.checkpoint._files import Disk
 from functrain.common._paths import absolute_path, errors_name_path
 
 
@@ -30,11 +31,9 @@ def atomic_write(target: str) -> Iterator[IO[bytes]]:
     os.makedirs(os.path.dirname(target), exist_ok=True)
     temporary = f"{target}.{os.urandom(4).hex()}.functrain-new"
     try:
-        with errors_name_path(target), open(temporary, "wb") as file:
+        # On disk before it has its name: a power loss could leave the name without the bytes.
+        with errors_name_path(target), Disk().create(temporary) as file:
             yield file
-            # Otherwise a power loss could leave the name without the bytes.
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(temporary, target)
     finally:
         with contextlib.suppress(FileNotFoundError):

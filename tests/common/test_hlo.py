@@ -64,12 +64,9 @@ def test_the_rounds_of_a_loop_are_what_its_condition_compares_with() -> None:
     assert kernels(TPU) == 11
 
 
-def test_rounds_that_the_compiler_states_come_first() -> None:
+def test_rounds_that_the_compiler_states_come_first_and_unknown_ones_count_once() -> None:
     known = 'body=%body, backend_config={"known_trip_count":{"n":"7"},"n":"5"}'
     assert counts(TPU.replace("body=%body", known))["fusion.1"] == 7
-
-
-def test_a_loop_whose_rounds_are_unknown_counts_once() -> None:
     assert counts(TPU.replace("constant(5)", "parameter(1)"))["fusion.1"] == 1
 
 

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from jax.sharding import NamedSharding, PartitionSpec
 
 import functrain as ft
 from tests.checkpoint.test_disk import no_room
@@ -59,14 +58,6 @@ def test_every_array_is_aligned_to_its_elements_in_the_file(tmp_path) -> None:
     found = safetensors.numpy.load_file(path)
     for name, array in arrays.items():
         np.testing.assert_array_equal(found[name].astype("f4"), array.astype("f4"))
-
-
-def test_arrays_on_several_devices_are_exported_whole(tmp_path) -> None:
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    w = jax.device_put(jnp.arange(8.0), NamedSharding(mesh, PartitionSpec("data")))
-    ft.export.params(tmp_path / "p.safetensors", {"w": w})
-    found = safetensors.numpy.load_file(tmp_path / "p.safetensors")
-    np.testing.assert_array_equal(found["w"], np.arange(8.0))
 
 
 def test_a_file_is_replaced_only_when_asked_and_never_by_half_a_one(tmp_path) -> None:

@@ -162,15 +162,6 @@ def test_what_cannot_be_exported_is_refused_in_words(tmp_path, how, error, messa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_step_that_measures_is_no_step_that_predicts(tmp_path) -> None:
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return batch.mean(), ft.Aux(model_state)
-
-    state, _ = linear()
-    with pytest.raises(TypeError, match=r"got MeteredStep\(.*predict_step"):
-        ft.export.predict(tmp_path / "model", state, ft.eval_step(loss_fn), jnp.ones((1, 3)))
-
-
 def test_params_too_large_for_such_a_file_are_refused_before_memory_is_taken(tmp_path) -> None:
     class Large(NamedTuple):
         params: jax.ShapeDtypeStruct

@@ -185,30 +185,6 @@ def test_a_function_is_traced_for_the_platform_of_its_arguments(
     assert platforms == ["tpu"]
 
 
-def test_a_step_that_is_fused_can_be_explained() -> None:
-    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
-        x, y = batch
-        out = lax.conv_general_dilated(
-            x,
-            params["w"],
-            (1, 1),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=4,
-        )
-        return jnp.mean((out.sum((1, 2, 3)) - y) ** 2), ft.Aux(model_state)
-
-    tx = optax.sgd(0.1)
-    step = ft.train_step(loss_fn, tx)
-    state = ft.TrainState.create(params={"w": jnp.ones((3, 3, 1, 4))}, tx=tx)
-    batch = jnp.ones((2, 8, 8, 4)), jnp.ones(2)
-    rules = {row.rule for row in explain_rewrites(step, state, batch).rows}
-    abstract = jax.eval_shape(lambda: (state, batch))
-    assert (
-        rules == {row.rule for row in explain_rewrites(step, *abstract).rows} == {"depthwise_conv"}
-    )
-
-
 def test_steps_and_states_that_do_not_go_together_are_told_how_they_do() -> None:
     def loss_fn(params, model_state, batch, *, rng, training):
         return jnp.sum(params), ft.Aux(model_state, batch[0])

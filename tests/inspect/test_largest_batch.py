@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.inspect import _largest_batch
 
 WIDTH = 32
 STATE = {"w": jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)}
@@ -80,24 +79,6 @@ def test_few_sizes_are_tried_though_memory_does_not_grow_with_all_of_them(
     found = ft.inspect.largest_batch(STATE, step, batch(first), target=ft.target())
     assert 560 * 16 / 17 - 8 < found <= 560
     assert len(tried) <= 10
-
-
-@pytest.mark.parametrize("first", [8, 4096])
-def test_a_size_that_the_compiler_refuses_without_a_reason_does_not_fit(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = sizes_tried_on(10**6, monkeypatch)
-    report = _largest_batch.memory
-
-    def memory(state: Any, step: Any, shapes: Any, **options: Any) -> ft.inspect.Memory:
-        needed = report(state, step, shapes, **options)
-        is_refused = shapes[0].shape[0] > 500
-        return dataclasses.replace(needed, temporaries=0, is_refused=True) if is_refused else needed
-
-    monkeypatch.setattr("functrain.inspect._largest_batch.memory", memory)
-    found = ft.inspect.largest_batch(STATE, step, batch(first), target=ft.target())
-    assert 500 * 16 / 17 - 8 < found <= 500
-    assert len(sizes) <= 10
 
 
 def test_sizes_divide_over_the_devices_that_share_a_batch() -> None:

@@ -51,15 +51,6 @@ def test_leaves_and_parts_are_those_of_the_state() -> None:
     assert list(found.leaves.values()) == sorted(found.leaves.values(), reverse=True)
 
 
-def test_metrics_of_a_population_are_part_of_what_is_carried() -> None:
-    metrics = {"accuracy": ft.metrics.accuracy()}
-    step = ft.population.step(ft.train_step(loss_fn, TX, metrics=metrics))
-    population = ft.population.stack([create(), create()])
-    found = ft.inspect.memory(population, step, BATCH)
-    assert found == ft.inspect.memory(step.wrap_state(population), step, BATCH)
-    assert found.state > nbytes(population)
-
-
 def test_shapes_will_do_and_nothing_of_their_size_is_allocated() -> None:
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
     assert ft.inspect.memory(jax.eval_shape(create), STEP, shapes) == ft.inspect.memory(
@@ -150,15 +141,6 @@ def test_the_table_has_a_row_for_each_part_and_large_leaf_and_is_at_most_80_colu
     assert text.count("_velocity ") == 12, "the ends of long names, which differ, are shown"
     assert "| other leaves (8) " in text
     assert "3 chunks of 1 batch " in text
-
-
-@pytest.mark.parametrize(("free", "lines"), [(100, 1), (10, 2)])
-def test_a_close_fit_says_what_is_not_counted(free: int, lines: int) -> None:
-    chip = ft.target().chip._replace(memory_bytes=1000)
-    verdict = str(ft.inspect.Memory(1, {"w": 1000 - free}, {}, 0, 0, 0, 0, 0, chip=chip))
-    _, _, verdict = verdict.partition("It fits: ")
-    assert len(verdict.splitlines()) == lines
-    assert ("not counted" in verdict) == (lines == 2)
 
 
 def test_what_is_no_step_no_state_and_no_number_is_refused() -> None:
