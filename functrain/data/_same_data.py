@@ -33,7 +33,7 @@ def summary(batch: PyTree) -> Summary:
 def differences(
     saved: Summary, current: Summary, place: str, *, compares_numbers: bool = True
 ) -> list[str]:
-    """Returns a line for each leaf whose specs differ, or if none do, whose numbers differ.
+    """Returns a line for each leaf whose specs or numbers differ.
 
     Args:
       saved: The summary of a batch, or of all data, in a checkpoint.
@@ -42,20 +42,16 @@ def differences(
       compares_numbers: True to compare the numbers too.
     """
     lines = []
-    absent = {"spec": "none"}
+    absent = {"spec": "none", "numbers": []}
     for path in {**saved, **current}:
-        old_spec = str(saved.get(path, absent)["spec"])
-        new_spec = str(current.get(path, absent)["spec"])
-        if old_spec != new_spec:
-            lines.append(f"{path} of {place}: saved with {old_spec}, now {new_spec}")
-    # Numbers of other shapes are other numbers anyway.
-    if lines or not compares_numbers:
-        return lines
-    for path in saved:
-        old, new = saved[path]["numbers"], current[path]["numbers"]
-        # Others may differ as well: the first pair is enough to see that these are other data.
-        for i in np.flatnonzero(~_are_close(old, new))[:1]:
-            lines.append(f"{path} of {place}: saved with {old[i]:.4g}, now {new[i]:.4g}")
+        old, new = saved.get(path, absent), current.get(path, absent)
+        if old["spec"] != new["spec"]:
+            lines.append(f"{path} of {place}: saved with {old['spec']}, now {new['spec']}")
+        elif compares_numbers:
+            # The first pair is enough to see that these are other data.
+            for i in np.flatnonzero(~_are_close(old["numbers"], new["numbers"]))[:1]:
+                pair = f"saved with {old['numbers'][i]:.4g}, now {new['numbers'][i]:.4g}"
+                lines.append(f"{path} of {place}: {pair}")
     return lines
 
 

@@ -2,10 +2,8 @@
 
 import atexit
 import os
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
@@ -49,10 +47,10 @@ def initialize(
 
     Raises:
       ValueError: Some of the three are known and others are not.
-      TimeoutError: No process answers at the address within ``initialization_timeout=`` seconds,
-        300 by default. If the first process answers but others are missing, JAX aborts the process;
-        the reason is printed before.
       RuntimeError: From JAX: something was computed before.
+
+    If not all processes connect within ``initialization_timeout=`` seconds, 300 by default, JAX
+    aborts this one. A message that names the address and the process is printed before.
 
     Examples:
       >>> import contextlib, jax
@@ -78,7 +76,7 @@ def initialize(
     timer = None
     if address is not None and count is not None and number is not None:
         timeout = more.get("initialization_timeout", 300)
-        timer = _wait_for_coordinator(address, count, number, timeout)
+        timer = _warn_before_timeout(address, count, number, timeout)
     try:
         jax.distributed.initialize(**config, **more)
     except ValueError as error:
@@ -117,47 +115,22 @@ def _exit_after(hook: Callable[..., Any]) -> Callable[..., Any]:
     return print_and_exit
 
 
-def _wait_for_coordinator(address: str, count: int, number: int, seconds: float) -> threading.Timer:
-    """Waits for the first process. Returns a timer that prints a message before JAX's timeout."""
+def _warn_before_timeout(address: str, count: int, number: int, seconds: float) -> threading.Timer:
+    """Returns a timer that prints a message shortly before JAX's timeout."""
     expected = f"a number from 0 to {count - 1}, since num_processes is {count}"
     require(0 <= number < count, "process_id", expected, number)
     require(address.rpartition(":")[2].isdecimal(), "coordinator_address", "host:port", address)
-    name = f"process {number} of {count}, coordinator {address}"
-    if number:
-        _wait_for_answer(address, seconds, name)
     # JAX aborts the process from C++, where no exception can be caught, so the message comes first.
-    timer = threading.Timer(0.9 * seconds, _print_missing, [name, seconds])
+    message = (
+        f"functrain: process {number} of {count}, coordinator {address}: not all processes have "
+        f"connected; JAX aborts this one after {seconds:g} s. Is process 0 running on this host, "
+        "is the port open, and has each process the same address and number of processes, and its "
+        "own process_id?"
+    )
+    timer = threading.Timer(0.9 * seconds, print, [message], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
     return timer
-
-
-def _wait_for_answer(address: str, seconds: float, name: str) -> None:
-    """Waits until a process answers at an address."""
-    host, _, port = address.rpartition(":")
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            with socket.create_connection((host.strip("[]"), int(port)), max(seconds, 0.1)):
-                return
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"initialize: {name}: expected an answer within {seconds:g} s, got {error}. Is "
-                    "process 0 running, is this its host, and is the port open from here? "
-                    "initialization_timeout= waits for longer."
-                ) from error
-            time.sleep(0.2)
-
-
-def _print_missing(name: str, seconds: float) -> None:
-    print(
-        f"functrain: {name}: not all processes have connected; JAX aborts this one after "
-        f"{seconds:.0f} s. Start all with the same address and number of processes, and each with "
-        "its own process_id.",
-        file=sys.stderr,
-        flush=True,
-    )
 
 
 def _read_environment(name: str) -> int | None:
