@@ -42,17 +42,13 @@ def floats(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
+def stack(*net: Any, shape: tuple[int, ...] = (3,)) -> Built:
+    return keras.Sequential([keras.Input(shape), *net]), floats(5, *shape)
+
+
 @kind
 def sequential() -> Built:
-    net = [keras.Input((3,)), layers.Dense(4, "relu"), layers.Dense(4, "relu"), layers.Dense(2)]
-    return keras.Sequential(net), floats(5, 3)
-
-
-@kind
-def sequential_built_by_a_call() -> Built:
-    model = keras.Sequential([layers.Dense(4), layers.Dense(2)])
-    model(floats(5, 3))
-    return model, floats(5, 3)
+    return stack(layers.Dense(4, "relu"), layers.Dense(4, "relu"), layers.Dense(2))
 
 
 @kind
@@ -122,20 +118,14 @@ def shared_layers() -> Built:
 
 @kind
 def batch_norm() -> Built:
-    net = [
-        keras.Input((4, 4, 2)),
-        layers.Conv2D(3, 3),
-        layers.BatchNormalization(),
-        layers.GlobalAveragePooling2D(),
-        layers.Dense(2),
-    ]
-    return keras.Sequential(net), floats(5, 4, 4, 2)
+    net = [layers.Conv2D(3, 3), layers.BatchNormalization(), layers.GlobalAveragePooling2D()]
+    return stack(*net, layers.Dense(2), shape=(4, 4, 2))
 
 
 @kind
 def dropout() -> Built:
-    net = [layers.Dense(8), layers.Dropout(0.5, seed=1), layers.Dense(8), layers.Dropout(0.5)]
-    return keras.Sequential([keras.Input((3,)), *net]), floats(5, 3)
+    dropouts = layers.Dropout(0.5, seed=1), layers.Dropout(0.5)
+    return stack(layers.Dense(8), dropouts[0], layers.Dense(8), dropouts[1])
 
 
 @kind
@@ -173,7 +163,7 @@ class Twins(layers.Layer):
 
 @kind
 def same_names() -> Built:
-    return keras.Sequential([keras.Input((3,)), Twins(), Twins()]), floats(5, 3)
+    return stack(Twins(), Twins())
 
 
 class Noise(layers.Layer):
@@ -197,7 +187,7 @@ class SharedSeed(layers.Layer):
 
 @kind
 def shared_seed() -> Built:
-    return keras.Sequential([keras.Input((8,)), SharedSeed(), layers.Dense(2)]), floats(5, 8)
+    return stack(SharedSeed(), layers.Dense(2), shape=(8,))
 
 
 @kind
@@ -228,14 +218,14 @@ def attention() -> Built:
 
 @kind
 def mixed_bfloat16() -> Built:
-    net = [
-        keras.Input((4, 4, 2)),
-        layers.Conv2D(3, 3, dtype="mixed_bfloat16", kernel_regularizer="l2"),
-        layers.BatchNormalization(dtype="mixed_bfloat16"),
-        layers.Flatten(dtype="mixed_bfloat16"),
-        layers.Dense(2, dtype="mixed_bfloat16", activity_regularizer="l2"),
-    ]
-    return keras.Sequential(net), floats(5, 4, 4, 2)
+    policy = "mixed_bfloat16"
+    return stack(
+        layers.Conv2D(3, 3, dtype=policy, kernel_regularizer="l2"),
+        layers.BatchNormalization(dtype=policy),
+        layers.Flatten(dtype=policy),
+        layers.Dense(2, dtype=policy, activity_regularizer="l2"),
+        shape=(4, 4, 2),
+    )
 
 
 class Counting(layers.Layer):
@@ -257,13 +247,12 @@ def metric_and_loss_in_call() -> Built:
 
 @kind
 def spectral_normalization() -> Built:
-    net = [keras.Input((3,)), layers.SpectralNormalization(layers.Dense(4))]
-    return keras.Sequential(net), floats(5, 3)
+    return stack(layers.SpectralNormalization(layers.Dense(4)))
 
 
 @kind
 def no_variables() -> Built:
-    return keras.Sequential([keras.Input((3,)), layers.Rescaling(2.0)]), floats(5, 3)
+    return stack(layers.Rescaling(2.0))
 
 
 @kind
