@@ -1,4 +1,4 @@
-"""Both storages under one interface: what is in them, and operations that fail or die."""
+"""Both storages under one interface, operations on them that fail or die, and a training."""
 
 import contextlib
 import os
@@ -8,8 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
+import functrain as ft
 from functrain.checkpoint import _files, _object_store
 
 STORE = fsspec.filesystem("memory")
@@ -100,3 +105,24 @@ def killed_at(moment: int) -> Iterator[None]:
 
     with telling(die):
         yield
+
+
+def train(place: Any, *hooks: Any, epochs: int = 3, every: int = 2) -> Any:
+    """A training of three steps an epoch that saves itself."""
+
+    def loss_fn(params, model_state, batch, *, rng, training):  # type: ignore[no-untyped-def]
+        return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
+
+    tx = optax.adam(0.1)
+    start = ft.TrainState.create(params={"w": jnp.ones(4)}, tx=tx, rng=jax.random.key(0))
+    data = np.random.default_rng(0).normal(size=(12, 4)).astype("f4")
+    return ft.fit(
+        start,
+        ft.train_step(loss_fn, tx),
+        ft.ArrayLoader(data, 4, shuffle=True),
+        epochs=epochs,
+        checkpointer=ft.Checkpointer(place, every=every, keep=None),
+        hooks=hooks,
+        fuse=1,
+        verbose=0,
+    )

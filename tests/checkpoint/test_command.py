@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import __main__
 from functrain.checkpoint.__main__ import main
 
 STATE = {"w": np.ones(3)}
@@ -54,12 +53,6 @@ def test_epochs_that_are_over_are_counted(tmp_path, capsys) -> None:
     rows = shown(capsys, tmp_path)[1][2:]
     epochs = [row.split("  20")[0].split(maxsplit=1)[1].strip() for row in rows]
     assert epochs == ["0, batch 3", "1, batch 2", "2"]
-
-
-def test_values_for_which_there_is_no_room_are_named(tmp_path, capsys) -> None:
-    with ft.Checkpointer(tmp_path / "run") as checkpoints:
-        checkpoints.save(STATE, 1, values={f"loss_{i}": 0.5 for i in range(6)})
-    assert shown(capsys, tmp_path / "run")[1][-1] == "Not shown: loss_4, loss_5"
 
 
 def test_one_checkpoint_is_listed_as_well(run, tmp_path, capsys) -> None:
@@ -106,30 +99,6 @@ def test_what_is_no_checkpoint_is_said_in_a_line(tmp_path, monkeypatch, capsys, 
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert "expected a" in printed.err
-
-
-@pytest.mark.parametrize("step", [1, 2])
-def test_a_checkpoint_that_is_replaced_or_removed_meanwhile_is_not_called_damaged(
-    tmp_path, monkeypatch, capsys, step
-) -> None:
-    read, later = __main__.read_manifest, [1]
-    with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(STATE, 0)
-        checkpoints.keep = 2
-        checkpoints.save(STATE, 1)
-        checkpoints.keep = 1
-
-        def read_too_late(path):
-            if not later:
-                return read(path)
-            later.clear()
-            checkpoints.save(STATE, step)
-            raise ft.CheckpointCorruptError("the files that were listed are gone")
-
-        monkeypatch.setattr(__main__, "read_manifest", read_too_late)
-        status, lines = shown(capsys, tmp_path)
-    assert status == 0
-    assert lines[0].endswith("0 damaged")
 
 
 def test_the_command_runs_in_a_process_of_its_own_and_ends_with_its_status(run) -> None:

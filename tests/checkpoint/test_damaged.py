@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import random
-import shutil
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import optax
 import pytest
 
 import functrain as ft
 from functrain.checkpoint import CheckpointCorruptError
+from tests.checkpoint.storages import train
 from tests.conftest import digest
 
 
@@ -137,48 +136,6 @@ def test_all_damaged_is_an_error_that_says_of_each_what_is_wrong(saved: ft.Check
         assert sorted(saved.verify()) == [1, 2]
 
 
-TX = optax.sgd(0.1, momentum=0.9)
-DATA = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
-
-
-def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
-    return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
-
-
-def fit(directory: pathlib.Path, epochs: int) -> ft.FitResult:
-    return ft.fit(
-        ft.TrainState.create(params={"w": jnp.ones((4, 3))}, tx=TX, rng=jax.random.key(0)),
-        ft.train_step(loss_fn, TX),
-        ft.ArrayLoader(DATA, batch_size=4, shuffle=True),
-        epochs=epochs,
-        checkpointer=ft.Checkpointer(directory, keep=None),
-        verbose=0,
-    )
-
-
-def test_a_fit_goes_on_from_the_last_whole_checkpoint_and_comes_to_the_same(tmp_path) -> None:
-    straight = fit(tmp_path / "straight", 3)
-    fit(tmp_path / "begun", 2)
-    files = [
-        path.relative_to(tmp_path / "begun")
-        for path in files_of(ft.Checkpointer(tmp_path / "begun"), 6)
-    ]
-    for i, name in enumerate(files):
-        folder = tmp_path / str(i)
-        shutil.copytree(tmp_path / "begun", folder)
-        content = (folder / name).read_bytes() or b"lorem"
-        (folder / name).write_bytes(flip(content, len(content) // 2, 3))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            state, history = fit(folder, 3)
-        assert digest(state) == digest(straight.state)
-        assert digest(history.steps) == digest(straight.history.steps)
-        assert ft.Checkpointer(folder).steps() == [3, 6, 9]
-        for step, wrong in ft.Checkpointer(folder).verify().items():  # that has every leaf
-            assert step == 6
-            assert wrong.count("other bytes") == 1
-
-
 def test_steps_that_were_renamed_are_damaged_wherever_they_are_read(tmp_path) -> None:
     with ft.Checkpointer(tmp_path, keep=None) as checkpoints:
         for step in (1, 2, 3):
@@ -220,14 +177,15 @@ def as_nobody(directory: pathlib.Path) -> Iterator[None]:
 @pytest.mark.parametrize("name", ["", "checkpoint.json", "arrays-0-*.safetensors"])
 def test_what_may_not_be_read_is_not_damaged(tmp_path, name) -> None:
     run = tmp_path / "run"
-    fit(run, 2)
+    train(run, epochs=2)
+    before = sorted(os.listdir(run))
     (newest,) = (run / f"{6:012d}").glob(name) if name else [run / f"{6:012d}"]
     mode = newest.stat().st_mode
     newest.chmod(0)
     with as_nobody(run):
-        for read in (lambda: fit(run, 3), ft.Checkpointer(run).verify):
+        for read in (lambda: train(run), ft.Checkpointer(run).verify):
             with pytest.raises(PermissionError, match=f"{6:012d}"):
                 read()
     newest.chmod(mode)
-    assert sorted(os.listdir(run)) == [".functrain-lock", f"{3:012d}", f"{6:012d}"]
-    assert fit(run, 3).state.step == 9
+    assert sorted(os.listdir(run)) == before
+    assert train(run).state.step == 9

@@ -90,16 +90,6 @@ def test_a_life_that_was_killed_on_a_full_disk_does_not_keep_the_next_from_begin
         assert checkpoints.steps() == [2]
 
 
-def test_a_full_disk_under_save_leaves_the_one_before_it(small_disk) -> None:
-    path = small_disk / "c"
-    ft.save(path, state_of(1))
-    (small_disk / "filler").write_bytes(bytes(1_700_000))
-    with pytest.raises(OSError, match="No space left on device"):
-        ft.save(path, state_of(2), overwrite=True)
-    assert sorted(os.listdir(small_disk)) == ["c", "filler"]
-    assert np.mean(ft.load(path, LIKE)["x"]) < 1.5
-
-
 def test_a_write_that_fails_is_raised_no_later_than_by_the_next_call(tmp_path) -> None:
     checkpoints = ft.Checkpointer(tmp_path)
     checkpoints.save(state_of(1), 1)

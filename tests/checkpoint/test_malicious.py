@@ -5,7 +5,6 @@ import json
 import os
 import pathlib
 import pickle
-import resource
 import sys
 import warnings
 import zlib
@@ -73,8 +72,6 @@ SHARD = (*X, "shards", 0)
 HALF = f"{zlib.crc32(bytes(48)):08x}"  # the checksum of six zeros
 EDITS: dict[str, Edit] = {
     "no body": lambda body: [],
-    "format of text": put("format", value="1"),
-    "leaves of a list": put("leaves", value=[]),
     "a leaf of text": put(*X, value="float64[3, 4]"),
     "values of text": put("values", "loss", value="high"),
     "a position below 0": put("position", "step", value=-1),
@@ -86,17 +83,13 @@ EDITS: dict[str, Edit] = {
     "a dtype of code": put(*HOOK, "spec", value="__import__('os')[3]"),
     "objects": put(*HOOK, "spec", value="object[3]"),
     "a shape bomb": put(*HOOK, "spec", value=f"float64[{10**15}]"),
-    "a larger bomb": put(*HOOK, "spec", value=f"float64[{10**30}, 9]"),
     "a bomb with a part of its size": lambda body: body["leaves"]["documents/hook/x"].update(
         spec=f"uint8[{10**15}]", shards=[[0, 0, f"0:{10**15}", ["00000000"]]]
     ),
     "another file": put(*SHARD, 0, value=7),
     "a file elsewhere": put(*SHARD, 0, value="/../../../etc/passwd"),
     "an offset beyond the end": put(*SHARD, 1, value=10**9),
-    "an offset before the beginning": put(*SHARD, 1, value=-10),
     "a part that is outside": put(*SHARD, 2, value="0:3,-4:0"),
-    "a part of a number": put(*SHARD, 2, value=5),
-    "a leaf of a number": put(*X, value=5),
     "the same part twice": lambda body: body["leaves"]["state/x"].update(
         shards=[[*body["leaves"]["state/x"]["shards"][0][:2], "0:3,0:2", HALF]] * 2
     ),
@@ -105,10 +98,8 @@ EDITS: dict[str, Edit] = {
     ),
     "bytes in another order": put(*X, "stored", value=">f8[3, 4]"),
     "another dtype of the same size": put(*X, "stored", value="int64[3, 4]"),
-    "another shape of the same size": put(*X, "stored", value="float64[4, 3]"),
     "no parts": put(*X, "shards", value=[]),
     "another digest": put(*SHARD, 3, value=["00000000"]),
-    "fewer digests": put(*SHARD, 3, value=[]),
 }
 
 
@@ -127,9 +118,7 @@ def test_a_document_that_is_nested_too_deep_is_refused_in_words(place) -> None:
 TEXTS = {
     "nothing": "",
     "no JSON": "\x80\x04\x95",
-    "nested lists": "[" * 200_000,
     "a number without end": '{"checkpoint": {"format": ' + "9" * 100_000 + "}}",
-    "null": "null",
 }
 
 
@@ -192,20 +181,6 @@ def test_another_format_says_which_version_reads_it(place) -> None:
         checkpoints.restore(LIKE)
     assert checkpoints.best() is None
     assert checkpoints.steps() == [1]
-
-
-def test_a_document_that_is_said_to_be_large_takes_no_memory(place) -> None:
-    size = 2**30
-    edit(
-        place,
-        lambda body: body["leaves"]["documents/hook/x"].update(
-            spec=f"uint8[{size}]", shards=[[0, 0, f"0:{size}", ["00000000"] * 64]]
-        ),
-    )
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ft.CheckpointCorruptError, match=r"hook/x: .*cut short"):
-        ft.Checkpointer(place.parent).restore(LIKE, 1)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 50 * 2**10
 
 
 def test_a_tensor_where_torch_is_missing_names_it_and_an_older_checkpoint_is_taken(

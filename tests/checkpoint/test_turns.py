@@ -6,34 +6,18 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import functrain as ft
 from functrain.checkpoint import _checkpoint, _writer
+from tests.checkpoint.storages import train
 from tests.conftest import digest
-
-TX = optax.sgd(0.1)
-DATA = np.random.default_rng(0).standard_normal((12, 4)).astype(np.float32)
-
-
-def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
-    return jnp.mean((batch @ params["w"]) ** 2), ft.Aux(model_state)
-
-
-STEP = ft.train_step(loss_fn, TX)
 
 
 def fit(directory: pathlib.Path, *hooks: Any) -> Any:
-    state = ft.TrainState.create(params={"w": jnp.ones((4, 3))}, tx=TX, rng=jax.random.key(0))
-    data, checkpoints = ft.ArrayLoader(DATA, batch_size=4), ft.Checkpointer(directory)
-    checkpoints.every = ft.every(steps=1)
-    return ft.fit(
-        state, STEP, data, epochs=2, hooks=hooks, checkpointer=checkpoints, verbose=0
-    ).state
+    return train(directory, *hooks, epochs=2, every=1).state
 
 
 def in_threads(*acts: Callable[[], Any]) -> list[Any]:

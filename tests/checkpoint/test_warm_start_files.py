@@ -53,16 +53,6 @@ def test_safetensors_of_every_dtype_come_as_they_were_written(tmp_path, dtype) -
     assert warm.state["none"].shape == (0, 4)
 
 
-def test_names_of_torch_go_where_rename_says(tmp_path) -> None:
-    arrays = {"encoder.0.weight": np.ones((2, 3), np.float32), "encoder.0.bias": np.zeros(2)}
-    path = write_safetensors(tmp_path / "torch.safetensors", arrays)
-    state = {"params": {"encoder": [{"weight": jnp.zeros((2, 3))}]}}
-    warm = ft.warm_start(state, path, rename=lambda name: "params/" + name.replace(".", "/"))
-    assert warm.loaded == {"params/encoder/0/weight": "encoder.0.weight"}
-    assert warm.unused == ("encoder.0.bias",)
-    assert warm.state["params"]["encoder"][0]["weight"][0, 0] == 1
-
-
 def test_a_path_without_any_in_common_says_what_each_side_has(tmp_path) -> None:
     path = write_safetensors(tmp_path / "a.safetensors", {"a.weight": np.ones(2)})
     with pytest.raises(ValueError, match=r"it has, for one, a\.weight, and b/w"):
@@ -84,16 +74,6 @@ def test_a_header_that_promises_more_than_the_file_has_takes_no_memory(tmp_path)
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
     with pytest.raises(ft.CheckpointCorruptError, match="expected an intact"):
         ft.warm_start({"x": np.zeros(4, np.float32)}, path)
-
-
-@pytest.mark.parametrize("length", [128, 384, int.from_bytes(b"PK", "little")])
-def test_a_safetensors_file_that_begins_like_a_pickle_or_an_archive_is_read(
-    tmp_path, length
-) -> None:
-    header = json.dumps({"x": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(length.to_bytes(8, "little") + header.ljust(length) + bytes(8))
-    assert not ft.warm_start({"x": np.ones(2, np.float32)}, path).state["x"].any()
 
 
 class Runs:
