@@ -94,12 +94,8 @@ class Batches(abc.ABC):
         self.begin(0)
         return self.peek()
 
-    def full_batch(self) -> PyTree | None:
-        """Returns the shapes of a batch of full size; None if only `peek` can tell."""
-        return None
-
     def known_shapes(self) -> list[PyTree]:
-        """Returns the shapes of all batches that are known before the first one is fetched."""
+        """Returns the shapes of batches that are known without a fetch; first, of full size."""
         return []
 
     def fingerprint(self) -> dict[str, Any]:
@@ -173,10 +169,6 @@ class WrappedBatches(Batches):
     def first(self) -> PyTree | None:
         """Returns the first batch, or its shapes; None if there is none."""
         return self._inner.first()
-
-    def full_batch(self) -> PyTree | None:
-        """Returns the shapes of a batch of full size; None if unknown."""
-        return self._inner.full_batch()
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of all batches that are known before the first one is fetched."""

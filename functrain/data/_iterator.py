@@ -89,15 +89,11 @@ class IteratorBatches(Batches):
         """Sets the axis of a batch's leaves that its examples lie along."""
         self._example_axis, self._warns_of_examples = axis, True
 
-    def full_batch(self) -> PyTree | None:
-        """Returns the shapes of the first batch of the run, once it is known."""
-        return self._full_shapes
-
     def known_shapes(self) -> list[PyTree]:
-        """Returns the first and the last batch of a list, as arrays."""
+        """Returns the first and last batch of a list; of other data, the run's first batch."""
         # In any other iterable, reading a batch would use it up.
         if not isinstance(self.data, list | tuple):
-            return []
+            return [] if self._full_shapes is None else [self._full_shapes]
         ends = (0, len(self.data) - 1)
         return [host_batch(self.data[i], f"batch {i} of epoch 0 of {self.name}") for i in ends]
 

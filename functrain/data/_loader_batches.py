@@ -85,10 +85,6 @@ class LoaderBatches(Batches):
         """Sets the axis of a batch's leaves that its examples lie along."""
         self._example_axis = axis
 
-    def full_batch(self) -> PyTree | None:
-        """Returns the shapes of a batch of full size; None if only a batch can tell."""
-        return self._shapes(self.data.batch_size) if self.data.knows_shapes else None
-
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of a full batch, and of a smaller last one."""
         if not self.data.knows_shapes:

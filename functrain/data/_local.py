@@ -190,11 +190,6 @@ class LocalBatches(WrappedBatches):
         self._local.require_same(self.name, int(batch is not None))
         return None if batch is None else self._local.shapes(batch)
 
-    def full_batch(self) -> PyTree | None:
-        """Returns the shapes of a batch of full size; None if unknown."""
-        batch = self._inner.full_batch()
-        return None if batch is None else self._local.shapes(batch)
-
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of all batches that are known before the first one is fetched."""
         return [self._local.shapes(batch) for batch in self._inner.known_shapes()]

@@ -244,8 +244,7 @@ def chunks(
     while (batch := batches.peek()) is not None:
         if plan.first is None:
             # The first batch may be a smaller one: a run can resume at the last of an epoch.
-            full_batch = batches.full_batch()
-            plan.group_of(batch if full_batch is None else full_batch)
+            plan.group_of(next(iter(batches.known_shapes()), batch))
         group = plan.group_of(batch, batches.name)
         # Only a smaller batch at the end of an epoch is not followed by others.
         plan.is_mixed = plan.is_mixed or previous not in (None, group, plan.first)
