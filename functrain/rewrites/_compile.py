@@ -19,7 +19,7 @@ from functrain.common._warnings import warn
 from functrain.rewrites._conv import crop
 from functrain.rewrites._optimize import evaluate
 from functrain.rewrites._pass import rewrite_jaxpr
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # jaxlib before 0.12 miscompiles some programs for CPUs.
 # Convolutions with a padding that is negative in front of an axis and positive behind it read
@@ -223,20 +223,17 @@ def _allow_tracing(function: Callable[..., Any], *args: Any) -> Any:
         _tracing.is_allowed = before
 
 
-def _replace_cropped(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+# Not one of `REWRITES`: it makes nothing faster, and applies whatever `rewrites` is.
+@rewrite(
+    primitives.conv_general_dilated_p,
+    lambda eqn: any(low < 0 for low, _ in eqn.params["padding"]),
+    "XLA reads outside of an image that its padding crops",
+)
+def cropped_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Crops the image before the convolution."""
     lhs, params = crop(lhs, params["dimension_numbers"].lhs_spec[2:], params)
     out: jax.Array = primitives.conv_general_dilated_p.bind(lhs, rhs, **params)
     return out
-
-
-# Not one of `REWRITES`: it makes nothing faster, and applies whatever `rewrites` is.
-cropped_conv = Rewrite(
-    name="cropped_conv",
-    primitive=primitives.conv_general_dilated_p,
-    applies=lambda eqn: any(low < 0 for low, _ in eqn.params["padding"]),
-    replace=_replace_cropped,
-    reason="XLA reads outside of an image that its padding crops",
-)
 
 
 def _crop_first(function: Callable[..., Any]) -> Callable[..., Any]:

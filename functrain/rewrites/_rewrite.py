@@ -52,6 +52,31 @@ class Replacement(NamedTuple):
     inputs: Sequence[Any]
 
 
+def rewrite(
+    primitive: core.Primitive,
+    applies: Callable[[core.JaxprEqn], bool],
+    reason: str,
+    *,
+    in_context: bool = False,
+    **options: Any,
+) -> Callable[[Callable[..., Any]], Rewrite]:
+    """Returns a decorator that makes a rewrite of its name from a function that replaces.
+
+    Args:
+      primitive: As for `Rewrite`.
+      applies: As for `Rewrite`.
+      reason: As for `Rewrite`.
+      in_context: True for a function ``(eqn, jaxpr)``, `Rewrite.replace_in_context`.
+      **options: The other attributes of a `Rewrite`.
+    """
+
+    def make(fn: Callable[..., Any]) -> Rewrite:
+        made = Rewrite(fn.__name__, primitive, applies, fn, reason, **options)
+        return made._replace(replace=None, replace_in_context=fn) if in_context else made
+
+    return make
+
+
 class RewriteError(Exception):
     """A rewrite failed; the message names it and the equation.
 

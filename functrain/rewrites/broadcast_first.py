@@ -34,7 +34,7 @@ from functrain.rewrites._equations import (
     is_sharded,
     ndim,
 )
-from functrain.rewrites._rewrite import Replacement, Rewrite
+from functrain.rewrites._rewrite import Replacement, rewrite
 
 # Operations on larger arrays cost more than a kernel on their rows.
 MAX_SIZE = 2**18
@@ -159,7 +159,15 @@ def _applies(eqn: core.JaxprEqn) -> bool:
     return is_small and not is_sharded(result)
 
 
-def _replace(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+@rewrite(
+    primitives.broadcast_in_dim_p,
+    _applies,
+    "what is computed for each row becomes part of the kernel that uses it",
+    platforms=("tpu",),
+    in_context=True,
+)
+def broadcast_first(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+    """Computes what is broadcast again for each number of the row."""
     (row,) = eqn.invars
     rows = _RowOperations(eqn.params["shape"], jaxpr)
     key = rows.add(row, eqn.params["broadcast_dimensions"])
@@ -167,13 +175,3 @@ def _replace(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
         return None
     inputs = [atom for atom, _ in rows.inputs]
     return Replacement(lambda *inputs: rows.evaluate(key, inputs), inputs)
-
-
-broadcast_first = Rewrite(
-    name="broadcast_first",
-    primitive=primitives.broadcast_in_dim_p,
-    applies=_applies,
-    replace_in_context=_replace,
-    reason="what is computed for each row becomes part of the kernel that uses it",
-    platforms=("tpu",),
-)

@@ -28,7 +28,7 @@ from functrain.rewrites._conv import (
     to_canonical,
 )
 from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free, ndim
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 
 def _applies(eqn: JaxprEqn) -> bool:
@@ -40,25 +40,22 @@ def _applies(eqn: JaxprEqn) -> bool:
     )
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    numbers = params["dimension_numbers"]
-    return from_canonical(conv(*to_canonical(lhs, rhs, numbers), **params), numbers)
-
-
 def _is_exact(eqn: JaxprEqn) -> bool:
     # If the operands have two dtypes, XLA converts them first and may not round the input.
     # 8-bit floats are rounded at varying points, too. Complex numbers have not been examined.
     return are_floats(*avals(eqn)) and len({aval.dtype for aval in avals(eqn)}) == 1
 
 
-canonical_conv = Rewrite(
-    name="canonical_conv",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_applies,
-    replace=_replace,
-    reason="the layout of XLA's fast kernels, in loops too",
+@rewrite(
+    primitives.conv_general_dilated_p,
+    _applies,
+    "the layout of XLA's fast kernels, in loops too",
     is_exact=_is_exact,
 )
+def canonical_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Transposes both operands to the canonical layout, and the result back."""
+    numbers = params["dimension_numbers"]
+    return from_canonical(conv(*to_canonical(lhs, rhs, numbers), **params), numbers)
 
 
 def _has_groups_of_floats(eqn: JaxprEqn) -> bool:
@@ -73,7 +70,14 @@ def _has_groups_of_floats(eqn: JaxprEqn) -> bool:
     )
 
 
-def _split_groups(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(
+    primitives.conv_general_dilated_p,
+    _has_groups_of_floats,
+    "the convolution that XLA derives, in the layout of its fast kernels",
+    is_exact=lambda eqn: True,
+)
+def batch_groups(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Makes the groups an axis of the image, as XLA does."""
     count, numbers = params["batch_group_count"], params["dimension_numbers"]
     lhs, rhs = to_canonical(lhs, rhs, numbers)
     if len(lhs) == rhs.shape[-1] == count:
@@ -102,13 +106,3 @@ def _select_diagonal(out: jax.Array) -> jax.Array:
     diagonal = jnp.where(batch_index == feature_index, out, zero)
     summed: jax.Array = lax.reduce_window(diagonal, zero, lax.add, window, window, "VALID")
     return summed
-
-
-batch_groups = Rewrite(
-    name="batch_groups",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_has_groups_of_floats,
-    replace=_split_groups,
-    reason="the convolution that XLA derives, in the layout of its fast kernels",
-    is_exact=lambda eqn: True,
-)

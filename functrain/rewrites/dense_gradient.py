@@ -39,7 +39,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import are_wide_floats, avals
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # The limits come from the rows of the table with "hence" and "2 16".
 MIN_ROWS = 128
@@ -64,7 +64,13 @@ def _applies(eqn: JaxprEqn) -> bool:
     return is_faster and rows >= MIN_ROWS and products >= MIN_PRODUCTS
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(
+    primitives.dot_general_p,
+    _applies,
+    "a wide product, transposed afterwards, needs no copies of x or g",
+)
+def dense_gradient(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Multiplies so that the result is wide, and transposes it afterwards."""
     (contracted, _), _ = params["dimension_numbers"]
     precision = params["precision"]
     shape = (*lhs.shape[len(contracted) :], *rhs.shape[len(contracted) :])
@@ -82,12 +88,3 @@ def _as_matrix(x: jax.Array, row_axes: int) -> jax.Array:
     """Reshapes `[*rows, *columns]` to a matrix."""
     rows = math.prod(x.shape[:row_axes])
     return lax.reshape(x, (rows, x.size // rows))
-
-
-dense_gradient = Rewrite(
-    name="dense_gradient",
-    primitive=primitives.dot_general_p,
-    applies=_applies,
-    replace=_replace,
-    reason="a wide product, transposed afterwards, needs no copies of x or g",
-)

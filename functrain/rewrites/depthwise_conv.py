@@ -47,7 +47,7 @@ from functrain.rewrites._conv import (
     zeros_for_sum,
 )
 from functrain.rewrites._equations import ndim
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # Each tap is a slice in the program: 11 x 11 still compiles in a second, 31 x 31 would not.
 MAX_TAPS = 128
@@ -72,7 +72,10 @@ def _applies(eqn: JaxprEqn) -> bool:
     )
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(
+    primitives.conv_general_dilated_p, _applies, "a sum of shifted products beats XLA's kernel"
+)
+def depthwise_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Sums in float32 at least, as XLA's own kernels do, and rounds once."""
     dtype = params["preferred_element_type"] or lhs.dtype
     by_batch = params["batch_group_count"] > 1
@@ -174,12 +177,3 @@ def _sum_each_image(xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
     zeros = [np.zeros((), x.dtype) for x in xs]
     sums: Sequence[jax.Array] = lax.reduce(xs, zeros, add, tuple(range(1, xs[0].ndim - 3)))
     return sums
-
-
-depthwise_conv = Rewrite(
-    name="depthwise_conv",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_applies,
-    replace=_replace,
-    reason="a sum of shifted products beats XLA's kernel",
-)

@@ -40,7 +40,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import from_canonical, is_weight_gradient, ungrouped_sizes
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # A product with so few channels, or so few features, takes longer than XLA's kernel.
 NARROW = 8
@@ -57,7 +57,8 @@ def _applies(eqn: JaxprEqn) -> bool:
     return min(sizes.channels, sizes.features) > NARROW or is_weight_gradient(params)
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(primitives.conv_general_dilated_p, _applies, "one tap or one position: a matrix product")
+def dot_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Contracts the operands without transposing them, then transposes the result to its layout."""
     numbers = params["dimension_numbers"]
     window = [rhs.shape[axis] for axis in numbers.rhs_spec[2:]]
@@ -121,12 +122,3 @@ def _pad_and_stride(
         pads[axis], steps[axis] = (low, high, dilation - 1), stride
     x = lax.pad(x, jnp.zeros((), x.dtype), pads)
     return lax.slice(x, [0] * x.ndim, x.shape, steps)
-
-
-dot_conv = Rewrite(
-    name="dot_conv",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_applies,
-    replace=_replace,
-    reason="one tap or one position: a matrix product",
-)

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 _MAX_FEATURES = 4
 # The second convolution costs more than it saves for fewer products.
@@ -49,7 +49,13 @@ def _applies(eqn: JaxprEqn) -> bool:
     return is_plain and is_narrow and fits and sizes.products >= _MIN_PRODUCTS
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(
+    primitives.conv_general_dilated_p,
+    _applies,
+    "the matrix unit computes many output features at once",
+    platforms=("tpu",),
+)
+def few_features(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Convolves along the second axis first, with a result for each row of the kernel."""
     numbers = params["dimension_numbers"]
     lhs, rhs = to_canonical(lhs, rhs, numbers)
@@ -62,13 +68,3 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     selection = selection.transpose(0, 2, 3, 1)
     out = conv(sums, selection, **{**params, "padding": (row_padding, (0, 0))})
     return from_canonical(out, numbers)
-
-
-few_features = Rewrite(
-    name="few_features",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_applies,
-    replace=_replace,
-    reason="the matrix unit computes many output features at once",
-    platforms=("tpu",),
-)

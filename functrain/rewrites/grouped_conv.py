@@ -31,7 +31,7 @@ from functrain.rewrites._conv import (
     split_axis,
     to_canonical,
 )
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 
 def _applies(eqn: JaxprEqn) -> bool:
@@ -40,7 +40,9 @@ def _applies(eqn: JaxprEqn) -> bool:
     return groups is not None and min(groups.sides) > 1
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(primitives.conv_general_dilated_p, _applies, "a loop over the groups beats XLA's kernel")
+def grouped_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Convolves one group after the other."""
     numbers = params["dimension_numbers"]
     lhs, rhs = to_canonical(lhs, rhs, numbers)
     count = max(params["feature_group_count"], params["batch_group_count"])
@@ -62,12 +64,3 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 def _move_groups_first(x: jax.Array, axis: int, count: int) -> jax.Array:
     """Splits an axis into groups, and moves the axis of the groups to the front."""
     return jnp.moveaxis(split_axis(x, axis, count), axis, 0)
-
-
-grouped_conv = Rewrite(
-    name="grouped_conv",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_applies,
-    replace=_replace,
-    reason="a loop over the groups beats XLA's kernel",
-)

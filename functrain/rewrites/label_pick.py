@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import are_floats, avals, is_sharded
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # The most bytes of the array. A pass over a larger one takes longer than some kernels to start.
 MAX_BYTES = 2**21
@@ -49,9 +49,16 @@ def _applies(eqn: JaxprEqn) -> bool:
     )
 
 
-def _gather(
+@rewrite(
+    primitives.gather_p,
+    _applies,
+    "a comparison with each index is fused with the operations around it",
+    platforms=("tpu",),
+)
+def label_pick(
     operand: jax.Array, indices: jax.Array, *, mode: Any, fill_value: Any, **_: Any
 ) -> jax.Array:
+    """Sums each row after the numbers of all other classes are set to zero."""
     picked = jnp.sum(_keep_labels(operand, indices), axis=-1)
     # The result has axes of length one where the indices have them.
     picked = picked.reshape(indices.shape[:-1])
@@ -76,14 +83,6 @@ def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return lax.broadcast_in_dim(x.reshape(shape[:-1]), shape, range(len(shape) - 1))
 
 
-label_pick = Rewrite(
-    name="label_pick",
-    primitive=primitives.gather_p,
-    applies=_applies,
-    replace=_gather,
-    reason="a comparison with each index is fused with the operations around it",
-    platforms=("tpu",),
-)
 label_pick_gradient = label_pick._replace(
     name="label_pick_gradient", primitive=primitives.scatter_add_p, replace=_scatter_add
 )

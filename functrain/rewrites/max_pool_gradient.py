@@ -33,7 +33,6 @@ alone keeps every bit. But XLA fuses it with the operations around it, which may
 differently.
 """
 
-import functools
 import itertools
 import math
 import operator
@@ -47,7 +46,7 @@ from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._conv import at_least_float32, dilated_size, zeros_for_sum
 from functrain.rewrites._equations import are_floats, avals, is_sharded
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # Each tap of a pooling window is a slice in the program: 3 x 3 x 3 still compiles in a second.
 MAX_TAPS = 27
@@ -72,8 +71,17 @@ def does_every_window_see_numbers(params: dict[str, Any]) -> bool:
     )
 
 
-def _replace(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
-    sum_taps = functools.partial(_sum_taps, **params)
+@rewrite(
+    primitives.select_and_scatter_add_p,
+    _applies,
+    "comparing in place beats visiting the windows one by one",
+)
+def max_pool_gradient(source: jax.Array, operand: jax.Array, **params: Any) -> jax.Array:
+    """Compares the number of each tap with the winner of its window."""
+
+    def sum_taps(source: jax.Array, operand: jax.Array) -> jax.Array:
+        return _sum_taps(source, operand, **params)
+
     if params["window_dimensions"] == params["window_strides"]:
         gradient = sum_taps(source, operand)
     else:
@@ -148,12 +156,3 @@ def _call_unfused(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax
     always = (first_element == first_element) | (first_element != first_element)
     out: jax.Array = lax.cond(always, function, zeros, *arrays)
     return out
-
-
-max_pool_gradient = Rewrite(
-    name="max_pool_gradient",
-    primitive=primitives.select_and_scatter_add_p,
-    applies=_applies,
-    replace=_replace,
-    reason="comparing in place beats visiting the windows one by one",
-)

@@ -57,7 +57,7 @@ from functrain.rewrites._conv import (
     ungrouped_sizes,
 )
 from functrain.rewrites._equations import is_sharded
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # Each tap is a slice in the program.
 MAX_TAPS = 64
@@ -99,7 +99,13 @@ def _avoids_transpose(sizes: Sizes, params: dict[str, Any]) -> bool:
     return bool(out_axis < in_axis) and math.prod(sizes.image) <= math.prod(sizes.positions)
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(
+    primitives.conv_general_dilated_p,
+    _applies,
+    "one matrix product for all taps is faster than XLA's kernel",
+)
+def patch_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Multiplies the views of all taps, or shifts the products of all taps."""
     numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
     image, kernel = to_canonical(lhs, rhs, numbers)
     *window, channels, features = kernel.shape
@@ -158,12 +164,3 @@ def _tap_views(x: jax.Array, window: Sequence[int], params: dict[str, Any]) -> l
     sizes = output_sizes(x.shape[1:-1], window, strides, dilation)
     taps = itertools.product(*map(range, window))
     return [strided_window(x, tap, dilation, sizes, strides) for tap in taps]
-
-
-patch_conv = Rewrite(
-    name="patch_conv",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_applies,
-    replace=_replace,
-    reason="one matrix product for all taps is faster than XLA's kernel",
-)

@@ -35,7 +35,7 @@ from jax.extend import core
 from jax.extend.core import primitives
 
 from functrain.rewrites._equations import are_floats, avals, find_producer, is_sharded, is_zero
-from functrain.rewrites._rewrite import Replacement, Rewrite
+from functrain.rewrites._rewrite import Replacement, rewrite
 from functrain.rewrites.max_pool_gradient import does_every_window_see_numbers
 
 # A TPU takes the same numbers for zero in both. The small numbers of float16 are normal in float32.
@@ -70,7 +70,15 @@ def _selects(eqn: core.JaxprEqn) -> bool:
     return len(eqn.invars) == 3 and are_floats(result) and not is_sharded(result)
 
 
-def _mask_windows(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+@rewrite(
+    primitives.select_n_p,
+    _selects,
+    "one comparison for each window instead of each number in it",
+    platforms=("tpu",),
+    in_context=True,
+)
+def relu_before_pooling(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+    """Masks the gradient of each window instead of that of each number."""
     mask, zeros, spread = (find_producer(atom, jaxpr) for atom in eqn.invars)
     if mask is None or zeros is None or spread is None:
         return None
@@ -114,7 +122,15 @@ def _sums_positions(eqn: core.JaxprEqn) -> bool:
     return are_floats(operand) and operand.ndim > 2 and not is_sharded(operand)
 
 
-def _sum_windows(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+@rewrite(
+    primitives.reduce_sum_p,
+    _sums_positions,
+    "a window has one gradient, and several numbers to which it may go",
+    platforms=("tpu",),
+    in_context=True,
+)
+def bias_before_pooling(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+    """Sums the gradients of the windows instead of those of the numbers."""
     spread = find_producer(eqn.invars[0], jaxpr)
     if spread is None or not _spreads_to_maxima(spread):
         return None
@@ -136,7 +152,15 @@ def _masks(eqn: core.JaxprEqn) -> bool:
     return is_zero(eqn.invars[1]) and are_floats(x) and x.dtype in _MASKED_DTYPES
 
 
-def _mask_by_output(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+@rewrite(
+    primitives.gt_p,
+    _masks,
+    "the input of ReLU need not be stored for its gradient",
+    platforms=("tpu",),
+    in_context=True,
+)
+def relu_mask(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
+    """Computes the mask from the output of ReLU."""
     for other in _before(eqn, jaxpr):
         if _is_relu(other, eqn.invars[0]) and _is_multiplied(other.outvars[0], jaxpr):
             return Replacement(_is_positive, other.outvars)
@@ -156,29 +180,3 @@ def _is_multiplied(var: Any, jaxpr: core.Jaxpr) -> bool:
 def _is_positive(rectified: jax.Array) -> jax.Array:
     smallest = jnp.finfo(rectified.dtype).tiny  # type: ignore[no-untyped-call]  # of ml_dtypes
     return lax.ge(rectified, lax.full_like(rectified, smallest))
-
-
-relu_before_pooling = Rewrite(
-    name="relu_before_pooling",
-    primitive=primitives.select_n_p,
-    applies=_selects,
-    replace_in_context=_mask_windows,
-    reason="one comparison for each window instead of each number in it",
-    platforms=("tpu",),
-)
-bias_before_pooling = Rewrite(
-    name="bias_before_pooling",
-    primitive=primitives.reduce_sum_p,
-    applies=_sums_positions,
-    replace_in_context=_sum_windows,
-    reason="a window has one gradient, and several numbers to which it may go",
-    platforms=("tpu",),
-)
-relu_mask = Rewrite(
-    name="relu_mask",
-    primitive=primitives.gt_p,
-    applies=_masks,
-    replace_in_context=_mask_by_output,
-    reason="the input of ReLU need not be stored for its gradient",
-    platforms=("tpu",),
-)

@@ -39,7 +39,7 @@ from functrain.rewrites._conv import (
     to_canonical,
     ungrouped_sizes,
 )
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 
 def _applies(eqn: JaxprEqn) -> bool:
@@ -51,7 +51,13 @@ def _applies(eqn: JaxprEqn) -> bool:
     )
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(
+    primitives.conv_general_dilated_p,
+    _applies,
+    "holes in the kernel cost less than holes in the image",
+    platforms=("cpu", "tpu"),
+)
+def swapped_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Swaps image and kernel.
 
     Position p sees pixel i through tap w if ``low + i lhs_dilation = p stride + w rhs_dilation``.
@@ -85,13 +91,3 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     out = conv(images, kernels, **params)  # [O, *S', N], positions from the end
     out = lax.rev(out, tuple(range(1, last)))
     return from_canonical(lax.transpose(out, (last, *range(1, last), 0)), numbers)
-
-
-swapped_conv = Rewrite(
-    name="swapped_conv",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_applies,
-    replace=_replace,
-    reason="holes in the kernel cost less than holes in the image",
-    platforms=("cpu", "tpu"),
-)

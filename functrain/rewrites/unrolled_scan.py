@@ -33,7 +33,7 @@ from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import avals, has_known_sizes, nbytes, walk_equations
 from functrain.rewrites._pass import rewrite_jaxpr
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # The most equations that the bodies of all iterations may have, so that compilers take seconds.
 MAX_EQUATIONS = 2048
@@ -65,19 +65,16 @@ def _applies(eqn: JaxprEqn) -> bool:
     return length * num_equations <= MAX_EQUATIONS and length * num_bytes <= MAX_BYTES
 
 
-def _replace(*inputs: jax.Array, **params: Any) -> list[jax.Array]:
+@rewrite(
+    primitives.scan_p,
+    _applies,
+    "iterations outside of a loop need fewer kernels",
+    platforms=("tpu",),
+)
+def unrolled_scan(*inputs: jax.Array, **params: Any) -> list[jax.Array]:
+    """Unrolls a scan, and the short scans inside it."""
     # A scan inside the body may be short, too.
     body = rewrite_jaxpr(params["jaxpr"], [unrolled_scan])
     params |= {"unroll": params["length"], "jaxpr": body}
     outs: list[jax.Array] = primitives.scan_p.bind(*inputs, **params)
     return outs
-
-
-unrolled_scan = Rewrite(
-    name="unrolled_scan",
-    primitive=primitives.scan_p,
-    applies=_applies,
-    replace=_replace,
-    reason="iterations outside of a loop need fewer kernels",
-    platforms=("tpu",),
-)

@@ -34,7 +34,7 @@ from functrain.rewrites._conv import (
     to_canonical,
     ungrouped_sizes,
 )
-from functrain.rewrites._rewrite import Rewrite
+from functrain.rewrites._rewrite import rewrite
 
 # Each is a convolution in the program.
 MAX_CONVOLUTIONS = 8
@@ -53,7 +53,11 @@ def _applies(eqn: JaxprEqn) -> bool:
     )
 
 
-def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+@rewrite(
+    primitives.conv_general_dilated_p, _applies, "2-D convolutions, summed, beat XLA's 3-D kernel"
+)
+def volume_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+    """Sums 2-D convolutions of planes, or makes one for each position."""
     numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
     lhs, rhs = to_canonical(lhs, rhs, numbers)
     # The first spatial axis is padded and strided here, the other two by the 2-D convolutions.
@@ -89,12 +93,3 @@ def _replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
 def _planes_as_channels(planes: jax.Array) -> jax.Array:
     """Transposes `[N, T, *S, C]` to `[N, *S, T C]`."""
     return lax.collapse(jnp.moveaxis(planes, 1, -2), planes.ndim - 2)
-
-
-volume_conv = Rewrite(
-    name="volume_conv",
-    primitive=primitives.conv_general_dilated_p,
-    applies=_applies,
-    replace=_replace,
-    reason="2-D convolutions, summed, beat XLA's 3-D kernel",
-)
