@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._checkpointer import Checkpointer
@@ -12,6 +12,7 @@ from functrain.checkpoint._manifest import differences, fingerprint
 from functrain.checkpoint._processes import is_multiprocess
 from functrain.checkpoint._processes import main_group as processes
 from functrain.common import _tree
+from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches
@@ -35,29 +36,29 @@ class Resumed:
     """The checkpoint that a run resumes from.
 
     Attributes:
-      state: The state to continue with; for a training that is over, its result.
-      metrics: In mid-epoch, the metrics of the epoch so far; else None.
       position: The position to continue from.
       epochs: The number of epochs of the training.
-      values: The values of the last event.
       epoch_end_is_pending: True if the event at the end of the epoch has not been yielded yet.
       nothing_left: True after the last epoch: at most the end of the run is left.
       finished: True if the run is over.
       stopped: True if a hook has stopped the run.
       directory: The directory of the checkpoints.
+      state: The state to continue with; for a training that is over, its result.
+      metrics: In mid-epoch, the metrics of the epoch so far; else None.
+      values: The values of the last event.
       data: The saved position of the data.
     """
 
-    state: PyTree
-    metrics: PyTree
     position: Position
     epochs: int
-    values: dict[str, Any]
     epoch_end_is_pending: bool
     nothing_left: bool
     finished: bool
     stopped: bool
     directory: str
+    state: PyTree = None
+    metrics: PyTree = None
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
     data: Any = None
 
     def describe(self) -> str:
@@ -65,25 +66,14 @@ class Resumed:
         steps = f"{self.position.step:,} steps"
         if not self.finished:
             return f"resuming after {steps}, in epoch {self.position.epoch + 1}: {self.directory}"
+        end, advice = f"after {steps}", "To continue, pass more epochs or steps"
         if self.stopped:
-            return (
-                f"already finished, stopped early after {steps}: {self.directory}. To train on "
-                "from an earlier step, use Checkpointer.rollback; to start over, use another "
-                "directory."
-            )
+            end = f"stopped early after {steps}"
+            advice = "To train on from an earlier step, use Checkpointer.rollback"
         return (
-            f"already finished, after {steps}: {self.directory}. To continue, pass more epochs "
-            "or steps; to start over, use another directory."
+            f"already finished, {end}: {self.directory}. {advice}; to start over, use another "
+            "directory."
         )
-
-
-class _Rest(NamedTuple):
-    """The part of a training after a checkpoint; the fields are those of `Resumed`."""
-
-    position: Position
-    epochs: int
-    finished: bool
-    nothing_left: bool
 
 
 def resume(
@@ -141,47 +131,39 @@ def resume(
 
     # `trees_to_read` raises before any array is read, or released.
     restored, trees, manifest = checkpointer._read(trees_to_read)
-    _require_mesh(checkpointer, manifest, state)
     rest = _rest(checkpointer, batches, manifest, epochs)
-    position, data = rest.position, restored.documents["data"]
+    rest = dataclasses.replace(
+        rest,
+        state=trees.get("final", restored.state),
+        metrics=trees.get("metrics"),
+        values=restored.values,
+        data=restored.documents["data"],
+    )
     # If nothing is left, the data do not begin in this run.
     if not rest.nothing_left:
         # If one process finds other data, all must raise: the rest would wait for it forever.
         with processes.raise_in_all():
-            changed = batches.restore(data, position.epoch, position.batch)
+            changed = batches.restore(rest.data, rest.position.epoch, rest.position.batch)
             _require_same_data(checkpointer, changed)
     # Later checkpoints that could not be read are damaged, and the run writes them again.
     step = restored.position.step
     processes.call_on_first(lambda: set_aside_later(checkpointer.directory, step))
-    _warn_of_differences(checkpointer, manifest, state)
+    _compare_environments(checkpointer, manifest, state)
     if metrics is not None and not (manifest["epoch_over"] or "metrics" in trees):
         warn(
             "metrics: the checkpoint is from within an epoch, and of a step with other metrics "
-            f"or none. Those of epoch {position.epoch} are of its remaining batches only."
+            f"or none. Those of epoch {rest.position.epoch} are of its remaining batches only."
         )
-    for name, part in parts.items():
-        # A part that is new in this run, such as another hook, keeps its initial state.
-        if name in restored.documents:
-            part.restore(restored.documents[name])
-    return Resumed(
-        trees.get("final", restored.state),
-        trees.get("metrics"),
-        position,
-        rest.epochs,
-        restored.values,
-        epoch_end_is_pending=not manifest["epoch_over"],
-        nothing_left=rest.nothing_left,
-        finished=rest.finished,
-        stopped=rest.finished and manifest["done"]["stopped"],
-        directory=checkpointer.directory,
-        data=data,
-    )
+    # A part that is new in this run, such as another hook, keeps its initial state.
+    for name in parts.keys() & restored.documents.keys():
+        parts[name].restore(restored.documents[name])
+    return rest
 
 
 def _rest(
     checkpointer: Checkpointer, batches: Batches, manifest: dict[str, Any], epochs: int
-) -> _Rest:
-    """Returns the part of the training after a checkpoint.
+) -> Resumed:
+    """Returns what is left of a training after a checkpoint, without what it saved.
 
     Raises:
       ValueError: The training was to end before it.
@@ -197,62 +179,68 @@ def _rest(
         position = Position(position.step, position.epoch + 1)
     place = f"step {position.step}, from which {checkpointer.directory} resumes"
     require_epochs_left(batches, position, epochs, place, is_finished=finished)
-    return _Rest(position, epochs, finished, nothing_left)
+    return Resumed(
+        position,
+        epochs,
+        epoch_end_is_pending=not epoch_is_over,
+        nothing_left=nothing_left,
+        finished=finished,
+        stopped=finished and done["stopped"],
+        directory=checkpointer.directory,
+    )
 
 
 def _require_same_run(
     checkpointer: Checkpointer, batches: Batches, manifest: dict[str, Any]
 ) -> None:
-    if "epoch_over" not in manifest:
-        raise CheckpointMismatchError(
-            f"{checkpointer.directory}: expected checkpoints of a run, got those of "
-            "Checkpointer.save. Restore the state with Checkpointer.restore and pass start=, "
-            "or use another directory. If earlier ones are of a run, rollback(step) returns to "
-            "them."
-        )
+    directory, mismatch = checkpointer.directory, CheckpointMismatchError
+    advice = (
+        "Restore the state with Checkpointer.restore and pass start=, or use another directory. If "
+        "earlier ones are of a run, rollback(step) returns to them."
+    )
+    is_of_run = "epoch_over" in manifest
+    expected = "checkpoints of a run, not of Checkpointer.save"
+    require(is_of_run, directory, expected, manifest["step"], advice, error=mismatch)
     saved, current = manifest["data"], batches.fingerprint()
-    unit = "steps_per_epoch"
-    if saved.get(unit, 0) != current.get(unit, 0):
+    lengths = [_length_of_epochs(saved), _length_of_epochs(current)]
+    if lengths[0] != lengths[1]:
         raise CheckpointMismatchError(
-            f"{unit}: expected {_length_of_epochs(saved)}, as in the run that was saved in "
-            f"{checkpointer.directory}, got {_length_of_epochs(current)}. A run keeps "
-            "the length of its epochs; epochs= and steps= may grow. Nothing was loaded."
+            f"steps_per_epoch: expected {lengths[0]}, as in the run that was saved in {directory}, "
+            f"got {lengths[1]}. A run keeps the length of its epochs; epochs= and steps= may grow."
         )
     _require_same_data(checkpointer, differences(saved, current))
 
 
-def _require_same_data(checkpointer: Checkpointer, differences: list[str]) -> None:
-    if differences:
-        raise CheckpointMismatchError(
-            f"{checkpointer.directory}: the data are not those of the run that was "
-            f"saved:\n{_tree.bullets(differences)}\nNothing was loaded. To continue with other "
-            "data, restore the state with Checkpointer.restore, and begin a new run with "
-            "start= and a checkpointer with another directory."
-        )
+def _require_same_data(checkpointer: Checkpointer, changed: list[str]) -> None:
+    require_no_problems(
+        checkpointer.directory,
+        changed,
+        "the data of the run that was saved",
+        "Nothing was loaded. To continue with other data, restore the state with "
+        "Checkpointer.restore, and begin a new run with start= and another directory.",
+        error=CheckpointMismatchError,
+    )
 
 
-def _require_mesh(checkpointer: Checkpointer, manifest: dict[str, Any], state: PyTree) -> None:
-    """Raises an error if each process has its own state, but the saved one was on one mesh."""
-    # A single process may resume without a mesh: it is the whole run.
-    saved = manifest["run"]["mesh"]
-    if is_multiprocess() and saved and not fingerprint(state)["mesh"]:
-        raise CheckpointMismatchError(
-            f"{checkpointer.directory}: expected a state on a mesh of all processes, "
-            f"like the one that was saved on {', '.join(saved)}, got a separate state in each "
-            "process: each would train alone. Make it with functrain.sharding.create, or pass "
-            "sharding=."
-        )
-
-
-def _warn_of_differences(
+def _compare_environments(
     checkpointer: Checkpointer, manifest: dict[str, Any], state: PyTree
 ) -> None:
-    lines = differences(manifest["run"], fingerprint(state))
-    if lines:
+    """Warns of another environment; raises if each process has its own state, but had a mesh."""
+    saved, current = manifest["run"], fingerprint(state)
+    # A single process may resume without a mesh: it is the whole run.
+    is_alone = bool(is_multiprocess() and saved["mesh"] and not current["mesh"])
+    expected = f"a state on a mesh of all processes, such as {saved['mesh']}"
+    advice = (
+        "Each process would train alone: make the state with functrain.sharding.create, or pass "
+        "sharding=."
+    )
+    mismatch = CheckpointMismatchError
+    require(not is_alone, checkpointer.directory, expected, current["mesh"], advice, error=mismatch)
+    if lines := differences(saved, current):
         warn(
-            f"{checkpointer.directory}: the run resumes in another environment than it "
-            "was saved in, so results may differ from those of an uninterrupted run:\n"
-            f"{_tree.bullets(lines)}",
+            f"{checkpointer.directory}: the run resumes in another environment than it was saved "
+            "in, so results may differ from those of an uninterrupted run:\n"
+            f"{_tree.bullets(lines)}"
         )
 
 
