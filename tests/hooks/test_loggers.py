@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import functrain as ft
 
-from .fits import EVAL, LOADER, PowerCutError, fit, lives
+from .fits import EVAL, LOADER, fit, lives
 
 
 def evaluation() -> Any:
@@ -151,24 +151,6 @@ def test_files_of_a_run_that_was_killed_are_those_of_one_that_never_was(
     assert found.keys() == straight.keys()
     for name in straight:
         assert found[name] == straight[name], name
-
-
-def test_a_kill_between_the_last_step_and_the_end_of_its_epoch_loses_no_point(tmp_path) -> None:
-    def power_cut(event):
-        if isinstance(event, ft.events.EpochEnd):
-            raise PowerCutError
-
-    def train(*hooks):
-        log = ft.hooks.TensorBoard(tmp_path / "events", every=1)
-        checkpointer = ft.Checkpointer(tmp_path / "run", every=ft.every(steps=20))
-        return fit(log, *hooks, epochs=2, checkpointer=checkpointer)
-
-    with pytest.raises(PowerCutError):
-        train(power_cut)
-    _, history = train()
-    found = scalars(tmp_path / "events")
-    assert found["loss"] == list(zip(range(1, 41), history.steps["loss"].tolist(), strict=True))
-    assert [step for step, _ in found["epoch/loss"]] == [20, 40]
 
 
 def full_disk(*_: Any, **__: Any) -> None:
