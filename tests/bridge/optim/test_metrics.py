@@ -99,57 +99,49 @@ def test_a_metric_equals_keras(name: str) -> None:
     require_equal(name, *{**CASES, **MORE}[name])
 
 
-def test_masks_and_weights_tell() -> None:
-    kind, make = CASES["MeanSquaredError"]
-    outputs, y, weight, mask = batches(kind)[0]
-    metric = bridge.metric(make(), weighted=True)
-
-    def value(*batch: Any, mask: Any = None) -> float:
-        return float(
-            metric.compute(
-                metric.update(metric.init(), batch, ft.Aux(outputs=masked(outputs, mask)), 0)
-            )
-        )
-
-    error = ((outputs - y) ** 2).mean(-1)
-    assert value(None, y) == pytest.approx(np.average(error))
-    assert value(None, y, weight) == pytest.approx(np.average(error, weights=weight))
-    assert value(None, y, mask=mask) == pytest.approx(np.average(error, weights=mask))
-    assert value(None, y, weight, mask=mask) == pytest.approx(
-        np.average(error, weights=weight * mask)
-    )
-
-
-@pytest.mark.parametrize("name", ["mean_squared_error", "binary_accuracy"])
-def test_functions_are_metrics_of_their_mean(name: str) -> None:
-    function = getattr(keras.metrics, name)
-    metric, theirs = bridge.metric(function), metrics.MeanMetricWrapper(function)
+def measure(metric: ft.metrics.Metric, *batches: Any) -> Any:
+    """Returns the value of a metric after batches of outputs, labels and maybe weights."""
     m = metric.init()
-    for outputs, y, *_ in batches("one_hot"):
-        m = metric.update(m, (None, y), ft.Aux(outputs=jnp.asarray(outputs)), None)
-        theirs.update_state(y, outputs)
-    np.testing.assert_array_equal(metric.compute(m), theirs.result())
+    for outputs, *rest in batches:
+        m = metric.update(m, (None, *rest), ft.Aux(outputs=jnp.asarray(outputs)), None)
+    return metric.compute(m)
+
+
+def test_masks_and_weights_tell() -> None:
+    outputs, y, weight, mask = batches("numbers")[0]
+    metric = bridge.metric(metrics.MeanSquaredError(), weighted=True)
+    error = ((outputs - y) ** 2).mean(-1)
+    hidden = masked(outputs, mask)
+    for batch, weights in (
+        ((outputs, y), None),
+        ((outputs, y, weight), weight),
+        ((hidden, y), mask),
+        ((hidden, y, weight), weight * mask),
+    ):
+        expected = np.average(error, weights=weights)
+        assert float(measure(metric, batch)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
-    ("kind", "theirs"),
+    ("keras_metric", "kind", "theirs"),
     [
-        ("one_hot", metrics.CategoricalAccuracy),
-        ("classes", metrics.SparseCategoricalAccuracy),
+        ("accuracy", "one_hot", metrics.CategoricalAccuracy),
+        ("accuracy", "classes", metrics.SparseCategoricalAccuracy),
+        ("acc", "chances", metrics.BinaryAccuracy),
+        ("mean_squared_error", "numbers", metrics.MeanSquaredError),
+        (keras.metrics.binary_accuracy, "bits", metrics.BinaryAccuracy),
     ],
 )
-def test_accuracy_is_chosen_by_the_shapes_as_compile_does(kind: str, theirs: Any) -> None:
-    metric, expected = bridge.metric("accuracy"), theirs()
-    m = metric.init()
-    for outputs, y, *_ in batches(kind):
-        m = metric.update(m, (None, y), ft.Aux(outputs=outputs), None)
+def test_names_and_functions_are_metrics_as_in_compile(
+    keras_metric: Any, kind: str, theirs: Any
+) -> None:
+    expected = theirs()
+    pairs = [(outputs, y) for outputs, y, *_ in batches(kind)]
+    if kind == "chances":
+        pairs = [(outputs[:, None], y[:, None]) for outputs, y in pairs]
+    for outputs, y in pairs:
         expected.update_state(y, outputs)
-    assert metric.compute(m) == expected.result()
-    binary = bridge.metric("acc")
-    m = binary.update(
-        binary.init(), (None, np.array([[1.0], [0.0]])), ft.Aux(outputs=np.array([[0.9], [0.8]])), 0
-    )
-    assert binary.compute(m) == 0.5
+    assert measure(bridge.metric(keras_metric), *pairs) == expected.result()
 
 
 class Extremes(keras.Metric):
@@ -177,8 +169,7 @@ def test_a_metric_of_ones_own_starts_where_its_reset_leaves_it() -> None:
     theirs = Extremes()
     theirs.update_state(None, np.array([-5.0]))
     metric = bridge.metric(theirs)
-    m = metric.update(metric.init(), (None, None), ft.Aux(outputs=jnp.array([2.0, 3.0])), None)
-    assert metric.compute(m) == {"least": 2.0, "count": 2.0}
+    assert measure(metric, ([2.0, 3.0], None)) == {"least": 2.0, "count": 2.0}
     assert metric.compute(metric.init())["least"] == np.inf
     assert theirs.result() == {"least": -5.0, "count": 1.0}
 
@@ -195,15 +186,9 @@ def test_a_metric_runs_in_a_scan_and_under_vmap() -> None:
     theirs.update_state(y.reshape(-1), outputs.reshape(-1))
     np.testing.assert_allclose(metric.compute(scanned), theirs.result(), rtol=1e-6)
 
-    def one(outputs: Any, y: Any) -> Any:
-        return metric.compute(
-            metric.update(metric.init(), (None, y), ft.Aux(outputs=outputs), None)
-        )
-
-    each = jax.vmap(one)(outputs, y)
-    np.testing.assert_allclose(
-        each, [one(o, t) for o, t in zip(outputs, y, strict=True)], rtol=1e-6
-    )
+    each = jax.vmap(lambda *batch: measure(metric, batch))(outputs, y)
+    alone = [measure(metric, batch) for batch in zip(outputs, y, strict=True)]
+    np.testing.assert_allclose(each, alone, rtol=1e-6)
 
 
 def model_and_data() -> tuple[keras.Model, Any, Any, Any]:
@@ -246,7 +231,8 @@ def test_one_output_of_several_is_measured() -> None:
     y = {"a": np.ones((2, 1)), "b": np.zeros((2, 1))}
     metric = bridge.metric("mae", output="a", weighted=True)
     for weight in (np.array([0.0, 1.0]), {"a": np.array([0.0, 1.0]), "b": np.ones(2)}):
-        m = metric.update(metric.init(), (None, y, weight), ft.Aux(outputs=outputs), None)
+        aux = ft.Aux(outputs=outputs)
+        m = metric.update(metric.init(), (None, y, weight), aux, None)
         assert metric.compute(m) == 1.0
 
 
