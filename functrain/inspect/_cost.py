@@ -203,6 +203,40 @@ def cost(
         state, step, batch, fuse=fuse, target=target, sharding=sharding, rewrites=rewrites
     )
     text = program.lowered.compile().as_text() or ""
+    # In a loop of unknown length, which a CPU has, every instruction was counted once.
+    steps = program.k if prefers_static_length(platform_of(program.carry)) else 1
+    layers, moved = _layers(text, program.chip, steps)
+    flops = product_flops(trace_step(step, program.carry, _tree.shapes(batch)))
+    shardings = [x.sharding for x in jax.tree.leaves(program.carry) if x.sharding is not None]
+    devices = max((sharding.num_devices for sharding in shardings), default=1)
+    kernels = sum(layer.kernels for layer in layers)
+    seconds, basis = sum(layer.seconds for layer in layers), "the TPU compiler's cycles"
+    if not seconds:
+        seconds, basis = _roofline(program.chip, flops / devices, moved, kernels)
+    return Cost(
+        k=program.k,
+        chip=program.chip,
+        seconds=seconds,
+        basis=basis,
+        kernels=kernels,
+        flops=flops,
+        devices=devices,
+        layers=tuple(layers),
+        traffic={
+            kind: Traffic(round(x.calls / steps), round(x.bytes / steps))
+            for kind, x in collectives(text).items()
+        },
+    )
+
+
+def _layers(text: str, chip: Chip, steps: int) -> tuple[list[Layer], float]:
+    """Returns the layers of a step, the largest first, and the bytes that its kernels move.
+
+    Args:
+      text: The text of the compiled program.
+      chip: The device.
+      steps: The number of steps that the program was counted for.
+    """
     cycles, kernels = collections.Counter[str](), collections.Counter[str]()
     moved = 0
     for instruction, calls in _hlo.instructions(text):
@@ -213,36 +247,15 @@ def cost(
             # What is written is also read, but such a kernel writes a part of its result in place.
             is_partial = "dynamic_update_slice" in instruction.name.replace("-", "_")
             moved += 0 if is_partial else 2 * calls * instruction.bytes
-    # In a loop of unknown length, which a CPU has, every instruction was counted once.
-    steps = program.k if prefers_static_length(platform_of(program.carry)) else 1
     # Without a clock, no layer has a time.
-    chip, clock = program.chip, program.chip.clock_hz or math.inf
+    clock = chip.clock_hz or math.inf
     layers = [
         Layer(name, cycles[name] / clock / steps, kernels[name] / steps)
         for name in cycles | kernels
         if cycles[name] / clock or kernels[name]
     ]
     layers.sort(key=lambda layer: (layer.seconds, layer.kernels), reverse=True)
-    flops = product_flops(trace_step(step, program.carry, _tree.shapes(batch)))
-    devices = _device_count(program.carry)
-    total_kernels = kernels.total() / steps
-    seconds, basis = cycles.total() / clock / steps, "the TPU compiler's cycles"
-    if not seconds:
-        seconds, basis = _roofline(chip, flops / devices, moved / steps, total_kernels)
-    return Cost(
-        k=program.k,
-        chip=chip,
-        seconds=seconds,
-        basis=basis,
-        kernels=total_kernels,
-        flops=flops,
-        devices=devices,
-        layers=tuple(layers),
-        traffic={
-            kind: Traffic(round(x.calls / steps), round(x.bytes / steps))
-            for kind, x in collectives(text).items()
-        },
-    )
+    return layers, moved / steps
 
 
 def layer_name(op_name: str) -> str:
@@ -302,11 +315,6 @@ def _roofline(chip: Chip, flops: float, moved: float, kernels: float) -> tuple[f
         return math.nan, "nothing: the speed of the device is unknown"
     seconds = max(flops / chip.peak_flops, moved / chip.bandwidth)
     return seconds + kernels * KERNEL_SECONDS, "a roofline, and 2 µs for each kernel"
-
-
-def _device_count(carry: PyTree) -> int:
-    shardings = [x.sharding for x in jax.tree.leaves(carry) if x.sharding is not None]
-    return max((sharding.num_devices for sharding in shardings), default=1)
 
 
 def _format_time(seconds: float) -> str:

@@ -108,10 +108,15 @@ def _carry(
         carry = Metered(carry, _placement.abstract_on_mesh(metrics, mesh_sharding))
     if target is None:
         return carry
+    default = None
+    if mesh_sharding is not None:
+        mesh, expected = mesh_sharding.mesh, f"a mesh of the devices of {target}"
+        is_of_target = mesh_sharding.device_set <= set(target.devices)
+        advice = "Make it with target.mesh({'data': -1})."
+        require(is_of_target, "sharding", expected, mesh, advice)
+        default = NamedSharding(mesh, PartitionSpec())
     # Leaves that are not placed on the target are moved to it.
-    carry = target.shapes(
-        carry, mesh_sharding and NamedSharding(mesh_sharding.mesh, PartitionSpec())
-    )
+    carry = target.shapes(carry, default)
     is_on_one_device = all(x.sharding.num_devices == 1 for x in jax.tree.leaves(carry))
     if len(target.devices) > 1 and is_on_one_device and not is_present(target.devices[0]):
         warn(

@@ -73,3 +73,13 @@ def test_the_memory_is_that_of_the_targets_chip() -> None:
     assert repr(found).endswith("does not fit)")
     assert ft.inspect.memory(jnp.zeros(2), step, BATCH, target=here).fits
     assert ft.inspect.memory(jnp.zeros(2), step, BATCH).fits is None
+
+
+def test_a_mesh_of_other_devices_than_the_target_is_refused(first_device: ft.Target) -> None:
+    mesh = ft.target().mesh({"data": -1})
+    divided = jax.device_put(jnp.zeros(2), NamedSharding(mesh, P("data")))
+    for state, sharding in ((jnp.zeros(2), mesh), (divided, None)):
+        with pytest.raises(
+            ValueError, match=r"sharding: expected a mesh of the devices of .*mesh\("
+        ):
+            ft.inspect.memory(state, step, BATCH, target=first_device, sharding=sharding)
