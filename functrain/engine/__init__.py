@@ -7,6 +7,7 @@ Files:
   _fuse: the same for users, as a function of a state and a chunk
   _plan: groups batches into chunks, and chooses the number of steps in a program
   _placement: puts batches and carries on several devices
+  _processes: checks that processes have the same data, arguments and programs
   _position: the progress of a run: step, epoch and batch
   _trigger: schedules by steps, epochs or seconds
   _signals: defers Ctrl-C and SIGTERM until the state is complete

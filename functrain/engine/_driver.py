@@ -17,6 +17,7 @@ from functrain.data._batches import Chunk, batch_signature
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_carry, require_pair, strong
+from functrain.engine._processes import require_same_program
 from functrain.engine._programs import (
     TRAINING,
     Kind,
@@ -128,7 +129,7 @@ class Driver:
         if key not in self._compared_programs:
             # Costs no second lowering: jax keeps the one that the call needs (checked with 0.10.1
             # and 0.12.0).
-            _placement.require_same_program(compiled, args)
+            require_same_program(compiled, args)
             self._compared_programs.append(key)
 
     def is_complete(self) -> bool:

@@ -1,7 +1,5 @@
 """Puts batches and carries on several devices, and keeps them there."""
 
-import re
-import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,10 +10,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_no_problems
-from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree
 from functrain.data._batches import Batches
 from functrain.data._local import divisible_sharding
+from functrain.engine._processes import has_remote_shards, require_same_batches
 
 ShardingArg: TypeAlias = NamedSharding | Mesh | PartitionSpec | None
 
@@ -78,7 +76,7 @@ def chunk_placer(
         nonlocal is_compared
         if not (is_compared or chunked.is_fully_addressable):
             # Only the first chunk: comparing all of them would take longer than a step.
-            _require_same_in_all_processes(batches)
+            require_same_batches(batches)
             is_compared = True
         if replicates:
             return jax.tree.map(lambda x: _put(x, divisible_sharding(x.shape, chunked)), batches)
@@ -125,79 +123,10 @@ def _chunk_sharding(sharding: NamedSharding) -> NamedSharding:
 
 def _put_shards(x: Any, sharding: NamedSharding) -> Any:
     """Puts this process's shards of an array, which every process holds in full, on its devices."""
-    if _has_remote_shards(x):
+    if has_remote_shards(x):
         return jax.device_put(x, sharding)
     array = np.asarray(x)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def _has_remote_shards(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not x.is_fully_addressable
-
-
-def _require_same_in_all_processes(batches: PyTree) -> None:
-    """Raises ValueError unless all processes have the same batches, by a digest of their bytes."""
-    digest = 0
-    for path, x in _tree.leaves_with_path(batches):
-        digest = zlib.crc32(f"{path} {_tree.strong_spec(x)}".encode(), digest)
-        # An array that is divided over the processes already is one array, not a copy in each.
-        if not _has_remote_shards(x):
-            digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, digest)
-    if len(set(gather_from_processes(digest))) > 1:
-        raise ValueError(
-            "data: expected the same batches in every process, of which each device takes its "
-            "shard, got other batches in this one. Give every process all of the data in the same "
-            "order. If each process has a part of the data, use functrain.distributed.local."
-        )
-
-
-def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
-    """Raises ValueError in every process unless all of them are about to run the same program.
-
-    Otherwise they would wait for each other's collectives forever.
-    """
-    # The text holds the addresses of host callbacks, which differ in each process.
-    text = _strip_addresses(program.lower(*args).as_text())
-    first, *others = gather_from_processes(zlib.crc32(text.encode()))
-    require_no_problems(
-        "step",
-        [f"a different one in process {i}" for i, other in enumerate(others, 1) if other != first],
-        "the same program in every process",
-        "Run the same code, with the same versions and arguments, in every process; use a hook "
-        "for what only one process does.",
-    )
-
-
-def require_same_run(batches: Batches, sharding: NamedSharding | None, **arguments: Any) -> None:
-    """Raises ValueError in every process unless all have the same data, sharding and arguments.
-
-    It runs before the first program, and names what differs.
-    """
-    if sharding is None or sharding.is_fully_addressable:
-        return
-    facts = {**batches.fingerprint()}
-    facts["sharding"] = f"{sharding.spec} over {dict(sharding.mesh.shape)}"
-    for name, value in arguments.items():
-        facts[name] = _strip_addresses(repr(value))
-    first, *others = gather_from_processes(facts)
-    lines = []
-    for name, expected in first.items():
-        for i, other in enumerate(others, 1):
-            got = other.get(name, "nothing")
-            if got != expected:
-                lines.append(f"{name}: {expected} in process 0, {got} in process {i}")
-    require_no_problems(
-        batches.name,
-        lines,
-        "the same in every process",
-        "Nothing was run. Give every process the same data and arguments. With "
-        "functrain.distributed.local, where each process has a part of the data, give each the "
-        "same number of batches.",
-    )
-
-
-def _strip_addresses(text: str) -> str:
-    return re.sub(r"0x[0-9a-f]+", "", text)
 
 
 def require_divisible(batches: Batches, sharding: NamedSharding | None) -> None:
@@ -267,7 +196,7 @@ def spans_processes(carry: PyTree, sharding: NamedSharding | None) -> bool:
     """Returns True if programs run on devices of several processes, which all must start them."""
     if sharding is not None and not sharding.is_fully_addressable:
         return True
-    return any(map(_has_remote_shards, jax.tree.leaves(carry)))
+    return any(map(has_remote_shards, jax.tree.leaves(carry)))
 
 
 def replicate_beside(small: PyTree, carry: PyTree) -> PyTree:

@@ -18,6 +18,7 @@ from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
+from functrain.engine._processes import require_same_run
 from functrain.engine._trigger import Trigger, require_triggers
 from functrain.loop._require import require_state, require_training_step
 from functrain.rewrites import Mode
@@ -62,15 +63,12 @@ def run_arguments(
     epochs: int | None,
     steps_per_epoch: int | None,
     start: Position | None,
-    fuse: FuseArg,
     boundaries: Iterable[Trigger],
-    rewrites: Mode,
     sharding: _placement.ShardingArg,
-    jit: bool,
-    donate: bool,
     steps: int | None = None,
+    **options: Any,
 ) -> RunArguments:
-    """Checks and converts the arguments of `run` and `fit`."""
+    """Checks and converts the arguments of `run` and `fit`; `options` are the other fields."""
     require_state(state)
     require_training_step(step)
     batches, epochs, position = _epochs(data, epochs, steps, steps_per_epoch, start)
@@ -85,23 +83,25 @@ def run_arguments(
         require(position.batch == batches.steps, "start", expected, position, advice)
         # The end of an epoch is the beginning of the next one.
         position = Position(position.step, position.epoch + 1)
-    triggers = require_triggers("boundaries", boundaries)
-    batch_sharding = None if sharding is None else _placement.batch_sharding(sharding)
-    if batch_sharding is not None:
-        _placement.require_divisible(batches, batch_sharding)
-        facts = {"epochs": epochs, "start": tuple(position), "fuse": fuse, "boundaries": triggers}
-        _placement.require_same_run(batches, batch_sharding, **facts)
-    return RunArguments(
+    arguments = RunArguments(
         batches=batches,
         epochs=epochs,
         position=position,
-        fuse=fuse,
-        boundaries=triggers,
-        rewrites=rewrites,
-        sharding=batch_sharding,
-        jit=jit,
-        donate=donate,
+        boundaries=require_triggers("boundaries", boundaries),
+        sharding=None if sharding is None else _placement.batch_sharding(sharding),
+        **options,
     )
+    if arguments.sharding is not None:
+        _placement.require_divisible(batches, arguments.sharding)
+        require_same_run(
+            batches,
+            arguments.sharding,
+            epochs=epochs,
+            start=tuple(position),
+            fuse=arguments.fuse,
+            boundaries=arguments.boundaries,
+        )
+    return arguments
 
 
 def _epochs(

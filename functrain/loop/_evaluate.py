@@ -14,6 +14,7 @@ from functrain.engine import _placement
 from functrain.engine._driver import Driver, copy_arrays
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import FuseArg, Plan, chunks
+from functrain.engine._processes import require_same_run
 from functrain.engine._programs import (
     Kind,
     cached_program,
@@ -121,7 +122,7 @@ class Evaluation:
 
     def require_same_in_processes(self) -> None:
         """Raises ValueError unless all processes have the same data and arguments."""
-        _placement.require_same_run(self.batches, self.sharding, fuse=self._fuse)
+        require_same_run(self.batches, self.sharding, fuse=self._fuse)
 
     def trace(self, state: PyTree, *, can_trace: bool = True) -> frozenset[str]:
         """Traces the step with the first batch, so that its errors surface at once.

@@ -17,6 +17,7 @@ from functrain.engine import _placement
 from functrain.engine._driver import Driver
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import FuseArg, Plan, chunks, nbytes, prediction_interval
+from functrain.engine._processes import require_same_run
 from functrain.engine._programs import Kind, cached_program
 from functrain.engine._signals import DeferredSignals
 from functrain.loop._events import fetch_rows
@@ -78,8 +79,10 @@ def predict(
     mesh_sharding = _placement.batch_sharding(sharding)
     batches = as_batches(data)
     require_all_examples(batches)
-    _require_order(batches)
-    _placement.require_same_run(batches, mesh_sharding, fuse=fuse)
+    shuffles = isinstance(batches.data, ArrayLoader) and batches.data.shuffle
+    expected = "all of the data in order, from a loader with shuffle=False"
+    require(not shuffles, batches.name, expected, batches.data)
+    require_same_run(batches, mesh_sharding, fuse=fuse)
     place = _placement.chunk_placer(mesh_sharding, replicates=True)
     driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
     driver.begin((), _placement.place_on_mesh(state, mesh_sharding))
@@ -95,10 +98,13 @@ def predict(
     def dispatched() -> Iterator[tuple[PyTree, int]]:
         first = None
         for chunk in chunks(batches, plan):
-            rows = _require_examples(driver.run(chunk), chunk)
+            rows = driver.run(chunk)
+            _require_examples(rows, chunk)
             shapes = jax.tree.map(lambda x: x.shape[2:], rows)
             first = shapes if first is None else first
-            _require_same_shapes(first, shapes)
+            expected = f"{first} for each example of all batches"
+            advice = "Let the step pad them, or predict the batches of each shape on their own."
+            require(shapes == first, "outputs", expected, shapes, advice)
             yield rows, chunk.steps
             # Of a fit, one of whose hooks this is.
             signals.handle_pending()
@@ -171,8 +177,8 @@ def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:
         return nbytes(outputs.eval_shape(state, batch))
 
 
-def _require_examples(rows: PyTree, chunk: Chunk) -> PyTree:
-    """Returns the outputs of a chunk, leaves `[k, B, ...]`, which must have one row an example."""
+def _require_examples(rows: PyTree, chunk: Chunk) -> None:
+    """Raises ValueError unless the outputs of a chunk, `[k, B, ...]`, have one row an example."""
     # The outputs must at least agree if the batch does not tell how many examples it has.
     count = example_count(chunk.batches, 1) or example_count(rows, 1)
     lines = [
@@ -188,22 +194,3 @@ def _require_examples(rows: PyTree, chunk: Chunk) -> PyTree:
         "`run`, whose events have it as `rows`. The logs of a training step are scalars: pass "
         "functrain.predict_step(model) to predict.",
     )
-    return rows
-
-
-def _require_same_shapes(first: PyTree, shapes: PyTree) -> None:
-    """Raises ValueError unless the outputs of an example have the shapes of the first batch."""
-    expected = f"{first} for each example of all batches"
-    advice = (
-        "They are joined along the examples: let the step pad them, or predict the batches of each "
-        "shape on their own."
-    )
-    require(shapes == first, "outputs", expected, shapes, advice)
-
-
-def _require_order(batches: Batches) -> None:
-    if isinstance(batches.data, ArrayLoader) and batches.data.shuffle:
-        raise ValueError(
-            f"{batches.name}: expected all of the data in order, got an ArrayLoader that "
-            "shuffles. Make one with shuffle=False."
-        )

@@ -67,17 +67,9 @@ class Saving:
         self._has_checked_monitor = checkpointer.monitor is None
         self._resumed: Resumed | None = None
 
-    def resume(
-        self,
-        state: PyTree,
-        metrics: PyTree,
-        epochs: int,
-        release: Callable[[], None] | None = None,
-    ) -> Resumed | None:
-        """Reads the last checkpoint; see `_resuming.resume`."""
-        self._resumed = resume(
-            self._checkpointer, self._batches, self._parts, state, metrics, epochs, release
-        )
+    def resume(self, *args: Any, **options: Any) -> Resumed | None:
+        """Reads the last checkpoint; takes the arguments of `_resuming.resume` from `state` on."""
+        self._resumed = resume(self._checkpointer, self._batches, self._parts, *args, **options)
         return self._resumed
 
     def is_due(self, event: Event) -> bool:
@@ -184,18 +176,10 @@ class Saving:
 
 def _require_no_clock(checkpointer: Checkpointer) -> None:
     """Raises ValueError if saves depend on the time, and there are several processes."""
+    counts_seconds = getattr(checkpointer.every, "seconds", None) is not None
+    has_clock = counts_seconds or checkpointer.budget is not None
     # All processes must save at the same step.
-    if not is_multiprocess():
-        return
-    require(
-        getattr(checkpointer.every, "seconds", None) is None,
-        "checkpointer",
-        "every=functrain.every(steps=...) or epochs= with several processes, whose clocks differ",
-        checkpointer.every,
-    )
-    require(
-        checkpointer.budget is None,
-        "checkpointer",
-        "budget=None with several processes, whose clocks differ",
-        checkpointer.budget,
-    )
+    expected = "every=functrain.every(steps=...) or epochs= and budget=None with several processes"
+    advice = "Their clocks differ."
+    is_valid = not (has_clock and is_multiprocess())
+    require(is_valid, "checkpointer", expected, checkpointer, advice)

@@ -156,7 +156,7 @@ def test_predictions_keep_the_structure_of_the_outputs() -> None:
 
 
 def test_a_loader_that_shuffles_is_refused() -> None:
-    with pytest.raises(ValueError, match="got an ArrayLoader that shuffles"):
+    with pytest.raises(ValueError, match="from a loader with shuffle=False"):
         ft.predict(STATE, ft.predict_step(MODEL), ft.ArrayLoader(X, 10, shuffle=True))
 
 
