@@ -59,6 +59,6 @@ def _require_iterable(data: Any, name: str) -> None:
             f"{type(data).__name__}. For arrays: functrain.ArrayLoader((x, y), batch_size); "
             "without data: functrain.NoData(n). Call a generator function."
         )
-    if is_list:
+    if isinstance(data, list | tuple):
         # The other batches are checked when they are fetched.
         require_no_number_lists(data[0], f"{name}: batch 0", (list,))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import IO, TypeAlias
 
 from functrain.common._paths import path_text
@@ -40,13 +40,23 @@ Process: TypeAlias = subprocess.Popen[bytes]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command, and returns its exit status."""
     options = _parse(arguments)
-    with _recorded_signals() as signals:
-        for attempt in range(options.restarts + 1):
-            if attempt:
-                _print(f"restarting all processes ({attempt} of {options.restarts})")
-            status = _run(options, signals)
-            if status in (0, _TERMINATED, _USAGE_ERROR) or signals:
-                return status
+    signals: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    old_handlers = [signal.signal(n, lambda number, _: signals.append(number)) for n in numbers]
+    try:
+        return _run_with_restarts(options, signals)
+    finally:
+        for number, handler in zip(numbers, old_handlers, strict=True):
+            signal.signal(number, handler)
+
+
+def _run_with_restarts(options: argparse.Namespace, signals: list[int]) -> int:
+    for attempt in range(options.restarts + 1):
+        if attempt:
+            _print(f"restarting all processes ({attempt} of {options.restarts})")
+        status = _run(options, signals)
+        if status in (0, _TERMINATED, _USAGE_ERROR) or signals:
+            return status
     if options.restarts:
         _print(f"gave up after {options.restarts} restarts")
     return status
@@ -93,7 +103,9 @@ def _run(options: argparse.Namespace, signals: list[int]) -> int:
         readers = []
         for number, process in enumerate(processes):
             if process.stdout:
-                readers.append(_prefix_lines(process.stdout, number))
+                arguments = (process.stdout, number)
+                readers.append(threading.Thread(target=_print_lines, args=arguments, daemon=True))
+                readers[-1].start()
         _wait(processes, signals, options.grace)
         statuses = list(map(_exit_status, processes))
     finally:
@@ -110,17 +122,18 @@ def _run(options: argparse.Namespace, signals: list[int]) -> int:
 
 def _wait(processes: Sequence[Process], signals: list[int], grace: float) -> None:
     """Waits until all processes have ended, or one has failed; forwards SIGTERM."""
-    deadline = math.inf  # set when SIGTERM is forwarded
+    deadline = math.inf  # set at a signal
     while any(process.poll() is None for process in processes):
         statuses = set(map(_exit_status, processes))
         if not signals and statuses - {None, 0, _TERMINATED}:
             return
-        if signal.SIGTERM in signals and deadline == math.inf:
+        if signals and deadline == math.inf:
             deadline = time.monotonic() + grace
-            for process in processes:
+            # The terminal sends Ctrl-C to the processes as well.
+            for process in processes if signal.SIGTERM in signals else ():
                 process.terminate()
         if time.monotonic() > deadline:
-            _print(f"not ended within {grace:g} s of SIGTERM: killed")
+            _print(f"not ended within {grace:g} s of the signal: killed")
             return
         time.sleep(_POLL_INTERVAL)
 
@@ -173,47 +186,19 @@ def _available_cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
-def _prefix_lines(lines: IO[bytes], number: int) -> threading.Thread:
-    """Prints the lines of a process with its number, in a thread."""
-
-    def print_lines() -> None:
-        with lines:
-            for line in lines:
-                # In one call, because the threads of other processes write, too.
-                sys.stdout.buffer.write(b"[%d] %b" % (number, line))
-                sys.stdout.flush()
-
-    reader = threading.Thread(target=print_lines, daemon=True)
-    reader.start()
-    return reader
+def _print_lines(lines: IO[bytes], number: int) -> None:
+    """Prints the lines of a process with its number."""
+    with lines:
+        for line in lines:
+            # In one call, because the threads of other processes write, too.
+            sys.stdout.buffer.write(b"[%d] %b" % (number, line))
+            sys.stdout.flush()
 
 
 def _exit_status(process: Process) -> int | None:
     """Returns the exit status as a shell reports it: 128 plus the number of a signal."""
     code = process.poll()
     return 128 - code if code is not None and code < 0 else code
-
-
-@contextlib.contextmanager
-def _recorded_signals() -> Iterator[list[int]]:
-    """Context manager that records SIGTERM and the first Ctrl-C instead of handling them.
-
-    The terminal sends Ctrl-C to the processes as well.
-    """
-    signals: list[int] = []
-
-    def record(number: int, frame: object) -> None:
-        if signal.SIGINT in signals and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    old_handlers = [signal.signal(number, record) for number in numbers]
-    try:
-        yield signals
-    finally:
-        for number, handler in zip(numbers, old_handlers, strict=True):
-            signal.signal(number, handler)
 
 
 def _print(message: str) -> None:

@@ -86,7 +86,7 @@ def test_the_others_get_sigterm_when_one_dies(tmp_path, capfd) -> None:
 AT_SIGTERM = {
     "saves": ("lambda *_: (sys.stdout.write('saved\\n'), sys.exit(143))", 60, 143, ""),
     "fails in one": ("lambda *_: sys.exit(143 - 142 * int(own))", 60, 1, "process 1 ended with 1"),
-    "ignores it": ("signal.SIG_IGN", 0.2, 143, "not ended within 0.2 s of SIGTERM"),
+    "ignores it": ("signal.SIG_IGN", 0.2, 143, "not ended within 0.2 s of the signal"),
 }
 
 

@@ -177,8 +177,6 @@ def test_hooks_can_be_used_in_another_run(tmp_path) -> None:
 
 
 class Counter:
-    """Counts events, as a user's hook that resumes."""
-
     def __init__(self, key=None):
         self.events = 0
         if key is not None:
