@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint import _leaves
-from functrain.checkpoint._arrays import DTYPES, read_array
+from functrain.checkpoint._arrays import DTYPES, StoredArrays
 from functrain.checkpoint._errors import CheckpointMismatchError, corrupt_on
 from functrain.checkpoint._files import files_at
 from functrain.checkpoint._manifest import STATE, read_manifest
@@ -67,10 +67,8 @@ def _open_checkpoint(directory: str) -> Iterator[ArrayFile]:
             path = _leaves.leaf_path(name)
             names[path], specs[path] = name, record["spec"]
 
-    def read(path: str, box: _leaves.Box | None = None) -> np.ndarray:
-        return read_array(directory, manifest, names[path], box)
-
-    yield ArrayFile(specs, read)
+    with StoredArrays(directory, manifest) as stored:
+        yield ArrayFile(specs, lambda path, box=None: stored.read(names[path], box))
 
 
 def _library_errors(path: str, *errors: type[Exception]) -> contextlib.AbstractContextManager[None]:

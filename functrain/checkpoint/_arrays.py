@@ -5,7 +5,6 @@ leaf, only the parts that it touches are read and compared.
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -18,7 +17,7 @@ import numpy as np
 from functrain.checkpoint import _leaves, _manifest
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointCorruptError, is_refusal
 from functrain.checkpoint._files import arrays_name, files_at
-from functrain.checkpoint._leaves import Box, Leaf, Reader
+from functrain.checkpoint._leaves import Box, Leaf
 from functrain.common import _tree
 
 # Bytes that are written, or read and compared, at once.
@@ -147,10 +146,15 @@ def _stored_spec(record: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, .
 # Reading arrays.
 
 
-class _StoredArrays(contextlib.ExitStack):
-    """The arrays of a checkpoint. As a context manager, it closes their files."""
+class StoredArrays(contextlib.ExitStack):
+    """The arrays of a checkpoint. As a context manager, it closes their files.
 
-    def __init__(self, directory: str, manifest: Any, check: Callable[[], None]) -> None:
+    `check` is called before each chunk; its exception ends the reading.
+    """
+
+    def __init__(
+        self, directory: str, manifest: Any, check: Callable[[], None] = lambda: None
+    ) -> None:
         super().__init__()
         self._directory, self._manifest, self._check = directory, manifest, check
         self._files: dict[int, Any] = {}
@@ -158,7 +162,10 @@ class _StoredArrays(contextlib.ExitStack):
         self._last_shard: tuple[Any, np.ndarray] = (None, np.zeros(0))
 
     def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """Returns the part of an array in a box, or all of it, after comparing checksums."""
+        """Returns the part of an array in a box, or all of it, after comparing checksums.
+
+        Raises CheckpointCorruptError, which names the leaf.
+        """
         # Every entry of a crafted manifest may be wrong, so all of it is checked in here.
         try:
             record = self._manifest["leaves"][name]
@@ -192,7 +199,12 @@ class _StoredArrays(contextlib.ExitStack):
         except PARSE_ERRORS as error:
             if is_refusal(error):
                 raise
-            raise CheckpointCorruptError(getattr(error, "strerror", None) or error) from error
+            reason = getattr(error, "strerror", None) or error
+            leaf = f"{_leaves.leaf_path(name)}: {self._manifest['leaves'][name]['spec']}"
+            raise CheckpointCorruptError(
+                f"{self._directory}: expected the bytes that were saved, got damaged ones of "
+                f"{leaf}: {reason}. Take another checkpoint."
+            ) from error
 
     def _read_shard(self, process: int, offset: int, count: int, checksum: str) -> np.ndarray:
         """Returns the bytes of a shard, after comparing their checksum."""
@@ -217,39 +229,3 @@ class _StoredArrays(contextlib.ExitStack):
             file = files_at(self._directory).open(os.path.join(self._directory, name))
             self._files[process] = self.enter_context(file)
         return self._files[process]
-
-
-def read_leaves(
-    directory: str,
-    manifest: Mapping[str, Any],
-    uses: Mapping[str, Callable[[Reader], Any]],
-    check: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Reads leaves one after the other, and returns a result for each.
-
-    Args:
-      directory: The checkpoint.
-      manifest: Its manifest.
-      uses: For each leaf a function that is given a reader. Only its result stays in memory.
-      check: Called before each chunk; its exception ends the reading.
-    """
-    results = dict[str, Any]()
-    with _StoredArrays(directory, manifest, check) as stored:
-        for name, use in uses.items():
-            try:
-                results[name] = use(functools.partial(stored.read, name))
-            except CheckpointCorruptError as error:
-                leaf = f"{_leaves.leaf_path(name)}: {manifest['leaves'][name]['spec']}"
-                raise CheckpointCorruptError(
-                    f"{directory}: expected the bytes that were saved, got damaged ones of {leaf}: "
-                    f"{error}. Take another checkpoint."
-                ) from error
-    return results
-
-
-def read_array(
-    directory: str, manifest: Mapping[str, Any], name: str, box: Box | None = None
-) -> np.ndarray:
-    """Reads one leaf as it is stored, or the part of it in a box."""
-    array: np.ndarray = read_leaves(directory, manifest, {name: lambda read: read(box)})[name]
-    return array

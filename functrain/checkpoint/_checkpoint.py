@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from functrain.checkpoint import _leaves, _manifest, _processes
-from functrain.checkpoint._arrays import read_leaves, require_complete, write_arrays
+from functrain.checkpoint._arrays import StoredArrays, require_complete, write_arrays
 from functrain.checkpoint._errors import ObjectStoreError
 from functrain.checkpoint._files import MANIFEST, arrays_name, files_at, is_part, resolve_path
 from functrain.checkpoint._leaves import Leaf
@@ -83,13 +83,13 @@ def _read_trees(
 ) -> tuple[dict[str, PyTree], dict[str, np.ndarray]]:
     """Reads trees into the structures of others, and arrays of other names."""
     _leaves.require_leaves(directory, manifest, likes)
-    leaves = _leaves.named_leaves(likes)
-    uses: dict[str, Any] = dict.fromkeys(extra_arrays, lambda read: read())
-    for name, like in leaves.items():
-        uses[name] = functools.partial(_leaves.restore_leaf, _leaves.leaf_path(name), like)
-    results = read_leaves(directory, manifest, uses, _processes.main_group.require_no_failure)
-    values = list(map(results.pop, leaves))
-    return jax.tree.unflatten(jax.tree.structure(likes), values), results
+    with StoredArrays(directory, manifest, _processes.main_group.require_no_failure) as stored:
+        arrays = {name: stored.read(name) for name in extra_arrays}
+        leaves = []
+        for name, like in _leaves.named_leaves(likes).items():
+            read = functools.partial(stored.read, name)
+            leaves.append(_leaves.restore_leaf(_leaves.leaf_path(name), like, read))
+    return jax.tree.unflatten(jax.tree.structure(likes), leaves), arrays
 
 
 def read_unless_replaced(directory: str, read: Callable[[], _T]) -> _T:
@@ -108,13 +108,14 @@ def read_unless_replaced(directory: str, read: Callable[[], _T]) -> _T:
 def verify(directory: str) -> dict[str, Any]:
     """Reads all of a checkpoint, and returns its manifest.
 
-    The CheckpointCorruptError names damaged files and leaves.
+    The CheckpointCorruptError names the first damaged leaf.
     """
 
     def read() -> dict[str, Any]:
         manifest = _manifest.read_manifest(directory)
-        leaves = dict.fromkeys(manifest["leaves"], lambda read: read() is None)
-        read_leaves(directory, manifest, leaves)
+        with StoredArrays(directory, manifest) as stored:
+            for name in manifest["leaves"]:
+                stored.read(name)
         return manifest
 
     return read_unless_replaced(directory, read)

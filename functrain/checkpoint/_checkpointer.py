@@ -271,15 +271,15 @@ class Checkpointer:
 
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than every saved one."""
-        flat_values = split_members(values)
-        if self.monitor not in flat_values:
+        value = split_members(values).get(self.monitor or "")
+        if value is None:
             return False
         # Only some processes could know the value of the save in progress, and the listing of
         # another than the first may be old. They must not answer differently.
         if _processes.is_multiprocess():
             self.wait()
         group = _processes.main_group
-        return bool(group.call_on_first(lambda: bool(self._monitored.is_improved(flat_values))))
+        return bool(group.call_on_first(lambda: self._monitored.is_improved(value)))
 
     def _is_within_budget(self) -> bool:
         """Returns True if the budget allows a save now; otherwise counts it in `skipped`."""

@@ -14,7 +14,7 @@ from functrain.checkpoint._errors import (
     CheckpointMismatchError,
     ObjectStoreError,
 )
-from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name, steps_in
+from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name
 from functrain.checkpoint._manifest import read_manifest
 from functrain.common import _direction
 from functrain.common._checks import require
@@ -25,7 +25,8 @@ _T = TypeVar("_T")
 
 def steps(directory: str) -> list[int]:
     """Returns the steps that have a checkpoint, in ascending order."""
-    return steps_in(files_at(directory).names(directory))
+    folders = (os.path.split(name) for name in files_at(directory).names(directory))
+    return sorted(int(x) for x, name in folders if name == MANIFEST and is_step_name(x))
 
 
 def path_of(directory: str, step: int) -> str:
@@ -199,29 +200,29 @@ class Monitor:
         self._values: dict[int, float] = {}  # by step, as far as they have been saved or read
 
     def best(self) -> int | None:
-        """Returns the step of the best value; None if there is none."""
-        return best_step(self._saved_values(), self._sign)
+        """Returns the step of the best value, the first of equal ones; None if there is none."""
+        return self._best(self._saved_values())
 
-    def is_improved(self, values: Mapping[str, float]) -> bool:
-        """Returns True if the value is among `values`, and better than every saved one."""
-        value = values.get(self._name or "", math.nan)
-        if not math.isfinite(value):
-            return False
+    def is_improved(self, value: float) -> bool:
+        """Returns True if a value is better than every saved one."""
         saved = self._saved_values()
-        best = best_step(saved, self._sign)
-        return best is None or self._sign * value < self._sign * saved[best]
+        later_step = max(saved, default=0) + 1
+        return self._best({**saved, later_step: value}) == later_step
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Stores the value of a checkpoint that has been written; NaN if it has none."""
         if self._name is not None:
             self._values[step] = values.get(self._name, math.nan)
 
+    def _best(self, values: Mapping[int, float]) -> int | None:
+        # NaN and infinity would stay the best for ever.
+        numbers = {step: self._sign * x for step, x in values.items() if math.isfinite(x)}
+        return min(sorted(numbers), key=numbers.__getitem__, default=None)
+
     def _saved_values(self) -> dict[int, float]:
         """Returns the values by step, NaN where none was saved."""
-        if self._name is None:
-            return {}
         values = {}
-        for step in steps(self._directory):
+        for step in steps(self._directory) if self._name is not None else ():
             # A damaged checkpoint has no value, and so is never best.
             with contextlib.suppress(CheckpointCorruptError, ValueError, OSError):
                 if step not in self._values:
@@ -230,14 +231,3 @@ class Monitor:
                     self._values.setdefault(step, saved.get(self._name, math.nan))
                 values[step] = self._values[step]
         return values
-
-
-def best_step(values: Mapping[int, float], sign: float) -> int | None:
-    """Returns the step with the best value, the first of equal ones.
-
-    NaN and infinity are never best: such a checkpoint would stay the best one for ever.
-
-    `sign` is 1.0 if less is better, and -1.0 if more is better.
-    """
-    numbers = {step: sign * x for step, x in values.items() if math.isfinite(x)}
-    return min(sorted(numbers), key=numbers.__getitem__, default=None)

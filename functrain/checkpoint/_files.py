@@ -16,7 +16,7 @@ import io
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import IO
 
 from functrain.checkpoint._object_store import ObjectStore
@@ -43,12 +43,6 @@ def is_part(name: str) -> bool:
 def is_step_name(name: str) -> bool:
     """Returns True if a name is that of a step's checkpoint: twelve digits."""
     return len(name) == 12 and name.isascii() and name.isdigit()
-
-
-def steps_in(names: Iterable[str]) -> list[int]:
-    """Returns the steps of the manifests among names, in ascending order."""
-    folders = (os.path.split(name) for name in names)
-    return sorted(int(x) for x, name in folders if name == MANIFEST and is_step_name(x))
 
 
 def resolve_path(path: str | os.PathLike[str], name: str = "path") -> str:

@@ -183,10 +183,10 @@ def test_a_part_of_an_array_is_read_from_the_files_that_hold_it(tmp_path) -> Non
         [0, offset, "0:4", f"{zlib.crc32(data[:4]):08x}"],
         [1, offset, "4:8", f"{zlib.crc32(data[4:]):08x}"],  # of a file that is not there
     ]
-    half = _arrays.read_array(directory, manifest, "state/x", (slice(1, 4),))
-    assert half.tolist() == [1, 2, 3]
-    with pytest.raises(CheckpointCorruptError, match=r"x: float32\[8\]: No such file"):
-        _arrays.read_array(directory, manifest, "state/x")
+    with _arrays.StoredArrays(directory, manifest) as stored:
+        assert stored.read("state/x", (slice(1, 4),)).tolist() == [1, 2, 3]
+        with pytest.raises(CheckpointCorruptError, match=r"x: float32\[8\]: No such file"):
+            stored.read("state/x")
 
 
 def test_a_resumed_fit_takes_shapes_for_a_state(tmp_path) -> None:

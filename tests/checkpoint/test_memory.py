@@ -1,12 +1,9 @@
 """Memory at its peak: a fit that saves itself takes its state once more, a restore one leaf."""
 
-import pathlib
 import subprocess
 import sys
 
 import pytest
-
-from tests.checkpoint.test_processes import ended, start
 
 PROGRAM = """
 import gc, pathlib, sys, jax, numpy as np, functrain as ft
@@ -104,47 +101,3 @@ def test_a_fit_that_saves_itself_takes_its_state_once_more(tmp_path) -> None:
     for how in ("saves", "resumes", "shapes"):
         assert peaks[how] < peaks["alone"] + 1.2, peaks
     print(peaks)
-
-
-SHARED = """
-import gc, pathlib, sys, jax, jax.numpy as jnp, functrain as ft
-
-folder, layers, rows = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-ft.distributed.initialize()
-mesh = ft.sharding.mesh({"data": -1})
-sharding = jax.NamedSharding(mesh, jax.P("data"))
-status = pathlib.Path("/proc/self/status")
-
-def mib(name):
-    return int(status.read_text().split(name + ":")[1].split()[0]) / 2**10
-
-def make(i):
-    return jax.jit(lambda: jnp.full((rows, 2**18), i, jnp.float32), out_shardings=sharding)()
-
-small = {"w": make(0)[:2]}
-ft.save(f"{folder}/small", small)
-ft.load(f"{folder}/small", small)
-state = {f"w{i}": make(i) for i in range(layers)}
-size = sum(x.nbytes for x in state.values()) / 2**20
-ft.save(f"{folder}/state", state)
-like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), state)
-del state
-gc.collect()
-before = mib("VmRSS")
-pathlib.Path("/proc/self/clear_refs").write_text("5")
-state = ft.load(f"{folder}/state", like)
-print("peak", (mib("VmHWM") - before) / size, size)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.long
-def test_each_of_two_processes_that_restore_a_state_takes_its_half_of_it(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
-    program = ["-c", SHARED]
-    printed = ended(start(2, program, str(tmp_path), "10", "102", popen=subprocess.Popen))
-    peaks = [next(line for line in lines if line.startswith("peak")) for lines in printed]
-    assert all(float(line.split()[1]) < 0.6 for line in peaks), peaks
-    assert all(float(line.split()[2]) == 1020 for line in peaks)

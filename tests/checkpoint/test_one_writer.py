@@ -186,20 +186,6 @@ def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path) -> None:
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-def test_a_relative_path_stays_where_it_was_when_the_process_goes_elsewhere(
-    tmp_path, monkeypatch
-) -> None:
-    (tmp_path / "away").mkdir()
-    monkeypatch.chdir(tmp_path)
-    checkpoints = ft.Checkpointer("runs/first")
-    checkpoints.save(LIKE, 1)
-    monkeypatch.chdir(tmp_path / "away")
-    checkpoints.save(LIKE, 2)
-    assert checkpoints.restore(LIKE).position.step == 2
-    assert ft.Checkpointer(tmp_path / "runs" / "first").steps() == [1, 2]
-    checkpoints.close()
-
-
 SAVER = """
 import sys, numpy as np, functrain as ft
 path, number = sys.argv[1], int(sys.argv[2])

@@ -36,15 +36,6 @@ def test_a_run_goes_on_or_begins_without_a_look_at_what_is_there(tmp_path) -> No
         save(tmp_path / "c", {"x": state["x"] + 1}, overwrite=True)
 
 
-@pytest.mark.parametrize(("path", "error"), [("", ValueError), (None, TypeError), (3, TypeError)])
-def test_a_path_is_a_text_or_a_path_and_not_empty(path, error) -> None:
-    with pytest.raises(error, match=f"directory: expected a path.* got {path!r}"):
-        ft.Checkpointer(path)
-    for call in (lambda: ft.save(path, {}), lambda: ft.load(path, {})):
-        with pytest.raises(error, match=f"path: expected a path.* got {path!r}"):
-            call()
-
-
 def test_a_directory_that_cannot_be_made_is_named_before_the_first_step(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     taken = []

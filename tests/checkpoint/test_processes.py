@@ -190,7 +190,7 @@ TOGETHER = """
         said(checkpoints.save)(make(4), 4, documents={"logger": pictures})
         print(checkpoints.steps())
 
-    real_read = _arrays._StoredArrays._read_shard
+    real_read = _arrays.StoredArrays._read_shard
 
     def read(self, *args):
         if own:
@@ -199,9 +199,9 @@ TOGETHER = """
         self._check()
         return real_read(self, *args)
 
-    _arrays._StoredArrays._read_shard = read
+    _arrays.StoredArrays._read_shard = read
     said(ft.load)(f"{folder}/one", make(0))
-    _arrays._StoredArrays._read_shard = real_read
+    _arrays.StoredArrays._read_shard = real_read
     print(values(ft.load(f"{folder}/one", make(0))))
 
     def fit(**when):
@@ -281,8 +281,8 @@ APART = """
         return state
 
     reads = []
-    real = _arrays._StoredArrays.read
-    _arrays._StoredArrays.read = lambda *args: (reads.append(args[1]), real(*args))[1]
+    real = _arrays.StoredArrays.read
+    _arrays.StoredArrays.read = lambda *args: (reads.append(args[1]), real(*args))[1]
     ft.save(f"{folder}/state", make(1))
     found = ft.load(f"{folder}/state", make(0))
     for name, x in found.items():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import _checkpoint, _writer
+from functrain.checkpoint import _checkpoint, _manifest, _writer
 from tests.checkpoint.storages import train
 from tests.conftest import digest
 
@@ -122,16 +122,16 @@ def test_the_error_of_a_save_is_raised_by_it_and_not_by_that_of_another_thread(
 def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_not_called_damaged(
     tmp_path, monkeypatch
 ) -> None:
-    read_leaves = _checkpoint.read_leaves
+    read_manifest = _manifest.read_manifest
     with ft.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save({"w": np.zeros(3)}, 1)
 
         def read_too_late(*_: Any) -> None:
-            monkeypatch.setattr(_checkpoint, "read_leaves", read_leaves)
+            monkeypatch.setattr(_manifest, "read_manifest", read_manifest)
             checkpoints.save({"w": np.ones(3)}, 1)
             raise ft.CheckpointCorruptError("the files that were listed are gone")
 
-        monkeypatch.setattr(_checkpoint, "read_leaves", read_too_late)
+        monkeypatch.setattr(_manifest, "read_manifest", read_too_late)
         assert checkpoints.verify() == {}
 
 

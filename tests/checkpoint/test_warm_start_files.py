@@ -1,6 +1,5 @@
 """Arrays out of files that others wrote: what is read, and what is refused in words."""
 
-import json
 import os
 import pickle
 import subprocess
@@ -65,15 +64,6 @@ def test_a_safetensors_file_that_is_cut_short_is_called_damaged(tmp_path, share)
     path.write_bytes(path.read_bytes()[:share])
     with pytest.raises(ft.CheckpointCorruptError, match=r"a\.safetensors: expected an intact"):
         ft.warm_start({"dense": {"bias": np.zeros(2)}}, path)
-
-
-def test_a_header_that_promises_more_than_the_file_has_takes_no_memory(tmp_path) -> None:
-    said = {"x": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
-    header = json.dumps(said).encode()
-    path = tmp_path / "bomb.safetensors"
-    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))
-    with pytest.raises(ft.CheckpointCorruptError, match="expected an intact"):
-        ft.warm_start({"x": np.zeros(4, np.float32)}, path)
 
 
 class Runs:
@@ -155,33 +145,6 @@ def test_a_flipped_bit_in_the_weights_of_an_archive_is_found(tmp_path) -> None:
             ft.warm_start({"layers": {"dense": {"vars": [jnp.zeros((2, 3))]}}}, path)
 
 
-def test_an_hdf5_file_cut_short_anywhere_is_called_damaged(tmp_path) -> None:
-    build().save_weights(tmp_path / "m.weights.h5")
-    whole = (tmp_path / "m.weights.h5").read_bytes()
-    for length in range(0, len(whole), max(1, len(whole) // 20)):
-        (tmp_path / "m.weights.h5").write_bytes(whole[:length])
-        with pytest.raises(ft.CheckpointCorruptError, match=r"intact \.h5 file"):
-            ft.warm_start(
-                {"layers": {"dense": {"vars": [jnp.zeros((2, 3))]}}}, tmp_path / "m.weights.h5"
-            )
-
-
-def test_an_archive_with_a_lambda_is_read_for_its_weights_and_runs_nothing(
-    tmp_path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    evil = keras.layers.Lambda(lambda x: (__import__("os").makedirs("it-ran", exist_ok=True), x)[1])
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(3), evil])
-    os.rmdir("it-ran")  # Keras ran it to build the model
-    model.save("model.keras")
-    with pytest.raises(ValueError, match=r"[Ll]ambda"):
-        keras.saving.load_model("model.keras")
-    state = {"layers": {"dense": {"vars": [jnp.zeros((2, 3))]}}}
-    warm = ft.warm_start(state, "model.keras")
-    np.testing.assert_array_equal(warm.state["layers"]["dense"]["vars"][0], model.get_weights()[0])
-    assert not os.path.exists("it-ran")
-
-
 def test_an_archive_that_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path) -> None:
     with (
         zipfile.ZipFile(tmp_path / "bomb.keras", "w", zipfile.ZIP_DEFLATED) as archive,
@@ -213,13 +176,6 @@ def test_hdf5_links_and_datasets_that_lead_out_of_the_file_are_not_followed(tmp_
             ft.CheckpointMismatchError, match="expected arrays within the file, got x"
         ):
             ft.warm_start({"x": np.zeros(8, np.float32)}, tmp_path / name)
-
-
-def test_an_hdf5_array_that_is_said_to_be_huge_takes_no_memory(tmp_path) -> None:
-    with h5py.File(tmp_path / "bomb.h5", "w") as file:
-        file.create_dataset("x", (2**40,), "f4", chunks=(1024,))
-    with pytest.raises(ft.CheckpointMismatchError, match=r"float32\[1099511627776\]"):
-        ft.warm_start({"x": jnp.zeros(2)}, tmp_path / "bomb.h5")
 
 
 def test_without_safetensors_the_error_says_what_to_install(tmp_path) -> None:
