@@ -15,7 +15,7 @@ from bridge.model._variables import arrays, get_at, nest
 from bridge.optim import _plain_data
 from bridge.optim._schedules import schedule
 from bridge.optim._slots import Role, roles_of_leaves
-from functrain.internal import PyTree, brief, check_tx, require
+from functrain.internal import PyTree, check_tx, require
 from functrain.internal import tree as _tree
 
 _OWNER = "bridge.OptaxOptimizer"
@@ -106,10 +106,6 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         # Not by assignment: Keras tracks attributes and would replace dicts by its own containers.
         self.__dict__.update(_factory=tx, _arguments=arguments, tx=transformation, _saved_paths=[])
 
-    def __repr__(self) -> str:
-        arguments = [f"{name}={brief(x)}" for name, x in self._arguments.items()]
-        return f"OptaxOptimizer({', '.join([brief(self._factory), *arguments])})"
-
     def build(self, variables: list[Any]) -> None:
         """Creates variables for the state of the transformation."""
         if self.built:
@@ -173,11 +169,8 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     @property
     def mapping(self) -> StateMapping:
         """The mapping between the optax state and this optimizer's variables."""
-        if not self.built:
-            raise ValueError(
-                f"{_OWNER}: expected a built optimizer, got {self.name!r}, which has not been "
-                "built. `fit` builds it, or optimizer.build(model.trainable_variables)."
-            )
+        advice = "`fit` builds it, or optimizer.build(model.trainable_variables)."
+        require(self.built, _OWNER, "a built optimizer", self.name, advice)
         return self.__dict__["_mapping"]  # type: ignore[no-any-return]
 
     @property
@@ -269,15 +262,11 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         }
 
     @classmethod
-    def from_config(
-        cls, config: dict[str, Any], custom_objects: Mapping[str, Any] | None = None
-    ) -> "OptaxOptimizer":
+    def from_config(cls, config: dict[str, Any]) -> "OptaxOptimizer":
         """Returns the optimizer that `get_config` described, without its state."""
-        with keras.saving.custom_object_scope(custom_objects or {}):
-            arguments = _plain_data.decode_arguments(config["arguments"])
-            optimizer = cls(
-                _plain_data.find_function(config["tx"]), name=config["name"], **arguments
-            )
+        function = _plain_data.find_function(config["tx"])
+        arguments = _plain_data.decode_arguments(config["arguments"])
+        optimizer = cls(function, name=config["name"], **arguments)
         # Not by assignment, for the same reason as in `__init__`. `_by_path` reads them.
         optimizer.__dict__["_saved_paths"] = config["variables"]
         return optimizer

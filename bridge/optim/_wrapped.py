@@ -1,6 +1,5 @@
 """A Keras optimizer as an optax transformation that runs Keras's own code."""
 
-import contextlib
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from bridge.model._names import Path
 from bridge.model._scope import name_scopes
 from bridge.optim._constraints import ConstraintState, update_to
 from bridge.optim._slots import KerasOptState, Role, kind_of, roles_of_variables
-from functrain.internal import PyTree, brief, require
+from functrain.internal import PyTree, require
 from functrain.internal import tree as _tree
 
 
@@ -118,16 +117,12 @@ class Wrapped:
         """Returns the values of the built optimizer's variables in a state.
 
         Raises:
-          ValueError: The state belongs to another optimizer or to other params.
+          ValueError: The state belongs to another optimizer.
         """
-        if isinstance(state, KerasOptState):
-            # A missing slot is a KeyError, a tree of another structure a ValueError.
-            with contextlib.suppress(KeyError, ValueError):
-                return list(map(jnp.asarray, built.to_values(state)))
-        raise ValueError(
-            f"opt_state: expected the state of bridge.optimizer({type(self.optimizer).__name__}) "
-            f"for these params, got {brief(state)}. Pass what init(params) returned."
-        )
+        expected = f"the state of bridge.optimizer({type(self.optimizer).__name__})"
+        is_of_kind = isinstance(state, KerasOptState) and state.kind == kind_of(built.optimizer)
+        require(is_of_kind, "opt_state", expected, state, "Pass what init(params) returned.")
+        return list(map(jnp.asarray, built.to_values(state)))
 
     def built_for(self, params: PyTree) -> _Built:
         """Returns the optimizer built for params of this structure, and caches it."""
