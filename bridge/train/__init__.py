@@ -5,12 +5,11 @@ Files:
   _checks: checks of their arguments, before the first callback and step
   _runs: runs of functrain with a model's state, steps, batches and callbacks
   _hook: the hook that calls Keras's callbacks
-  _callbacks: the callbacks' batch methods, and which callbacks are called
-  _loggers: functrain's loggers as callbacks
+  _callbacks: the callbacks' batch methods, which callbacks are called, and loggers among them
   _memory: the states of callbacks and random generators in a checkpoint
-  _model_values: the model's values, which its variables or a run have, one at a time
   _batches: batches of everything that `fit` accepts
-  _steps: a compiled model's steps as functrain steps
+  _steps: a compiled model's steps as functrain steps, and its values, which its variables or a
+    run have, one at a time
   _reports: the memory and the cost of training on devices that need not be there
 """
 

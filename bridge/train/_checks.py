@@ -17,12 +17,11 @@ from bridge.train._batches import KerasBatches
 from bridge.train._callbacks import flat
 from bridge.train._runs import Evaluation
 from bridge.train._steps import KerasStep
-from functrain import ArrayLoader, Checkpointer, NoData
+from functrain import ArrayLoader, NoData
 from functrain.internal import (
     Batches,
     Local,
     PyTree,
-    brief,
     is_cheap_to_read,
     require,
     require_fuse,
@@ -176,18 +175,16 @@ def require_fit(model: keras.Model, callbacks: Any, *, has_checkpointer: bool) -
         _require_distributed(model)
     # A LossScaleOptimizer has the optimizer inside it.
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    is_one_of_several = jax.process_count() > 1
+    # Each process would save only the shards on its own devices.
+    is_sharded = is_one_of_several and not all(v.value.is_fully_replicated for v in model.variables)
     for callback in flat(callbacks):
-        if isinstance(callback, keras.callbacks.BackupAndRestore):
-            is_alone = not has_checkpointer and jax.process_count() == 1
-            expected = "no BackupAndRestore beside checkpointer=, or with several processes"
-            advice = "Pass checkpointer=functrain.Checkpointer(directory) alone."
-            require(is_alone, "callbacks", expected, callback, advice)
-        elif isinstance(callback, keras.callbacks.ModelCheckpoint):
-            # Each process would save only the shards on its own devices.
-            is_whole = all(v.value.is_fully_replicated for v in model.variables)
-            expected = "no ModelCheckpoint where several processes fit a sharded model"
-            advice = "Pass checkpointer=functrain.Checkpointer(directory), to which all write."
-            require(jax.process_count() == 1 or is_whole, "callbacks", expected, callback, advice)
+        is_backup = isinstance(callback, keras.callbacks.BackupAndRestore)
+        saves_shards = isinstance(callback, keras.callbacks.ModelCheckpoint) and is_sharded
+        conflicts = saves_shards or (is_backup and (has_checkpointer or is_one_of_several))
+        expected = f"no {type(callback).__name__} beside checkpointer= or in several processes"
+        advice = "Pass checkpointer=functrain.Checkpointer(directory) alone."
+        require(not conflicts, "callbacks", expected, callback, advice)
         if isinstance(optimizer, OptaxOptimizer):
             _require_optimizer(optimizer, callback)
 
@@ -285,15 +282,11 @@ def _holds_strings(leaf: Any) -> bool:
 
 def _require_callbacks(callbacks: Any) -> None:
     """Raises TypeError for a class instead of an object of it, or a hook of functrain."""
+    advice = (
+        "Pass objects, not classes. Hooks of functrain go into functrain.fit(hooks=), except for "
+        "the loggers TensorBoard, JSONLines and WandB, which bridge.fit takes as well; a "
+        "Checkpointer goes into bridge.fit(checkpointer=)."
+    )
     for callback in flat(callbacks):
-        if isinstance(callback, type):
-            problem = f"the class {callback.__name__}. Pass an object, {callback.__name__}(...)."
-        elif isinstance(callback, Checkpointer):
-            problem = f"{brief(callback)}. Pass it to bridge.fit as checkpointer=."
-        else:
-            problem = (
-                f"{brief(callback)}. Hooks of functrain go into functrain.fit(hooks=). Only its "
-                "loggers (TensorBoard, JSONLines, WandB) can be passed to bridge.fit as well."
-            )
-        if isinstance(callback, type) or not hasattr(callback, "on_epoch_end"):
-            raise TypeError(f"callbacks: expected those of Keras, got {problem}")
+        is_callback = hasattr(callback, "on_epoch_end") and not isinstance(callback, type)
+        require(is_callback, "callbacks", "those of Keras", callback, advice, error=TypeError)

@@ -10,9 +10,8 @@ from bridge import keras_private
 from bridge.state._keras_state import require_compiled
 from bridge.train import _checks
 from bridge.train._batches import keras_batches
-from bridge.train._callbacks import write_in_first_process
+from bridge.train._callbacks import loggers_among, wrap_loggers, write_in_first_process
 from bridge.train._hook import KerasHook
-from bridge.train._loggers import loggers_among, wrap_loggers
 from bridge.train._memory import Memory
 from bridge.train._runs import Evaluation, Options, run_evaluate, run_fit, run_predict
 from bridge.train._steps import cached_step
@@ -25,7 +24,6 @@ from functrain.internal import (
     Saving,
     error_notes,
     require_integer,
-    warn,
 )
 
 
@@ -132,14 +130,19 @@ def fit(
     # A fit that one of the checks refuses has called no callback, and taken no step.
     _checks.require_model(model)
     require_compiled(model)
-    sizes = {"batch_size": batch_size, "validation_batch_size": validation_batch_size}
-    numbers = {"steps_per_epoch": steps_per_epoch, "validation_steps": validation_steps}
+    counts = {
+        "batch_size": batch_size,
+        "validation_batch_size": validation_batch_size,
+        "steps_per_epoch": steps_per_epoch,
+        "validation_steps": validation_steps,
+    }
     callbacks = wrap_loggers(callbacks)
-    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes, **numbers)
+    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **counts)
     require_integer("epochs", epochs, 0)
     require_integer("initial_epoch", initial_epoch, 0)
     _checks.require_validation_arguments(validation_split, validation_freq)
-    epochs = _cap_epochs(epochs)
+    # Keras offers this limit for debugging, and applies it in its own fit.
+    epochs = min(epochs, keras.config.max_epochs() or epochs)
     # `prepared` has the data and the arguments about them as Keras's own fit gets them.
     prepared = keras_private.pipelines.prepared(
         model,
@@ -186,10 +189,10 @@ def fit(
         for logger in loggers_among(callbacks):
             stack.callback(logger.close)
         callbacks = _callback_list(model, callbacks, verbose, epochs, batches, add_history=True)
-        memory = None if checkpointer is None else Memory(model, callbacks)
-        hook = KerasHook(model, "train", batches, callbacks, memory=memory, evaluation=evaluation)
+        hook = KerasHook(model, "train", batches, callbacks, evaluation=evaluation)
         saving: Saving | None = None
         if checkpointer is not None:
+            hook.memory = Memory(model, callbacks)
             how_to_evaluate = "validation_data= or validation_split="
             saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
         return run_fit(
@@ -343,13 +346,3 @@ def _callback_list(
         steps=batches.steps,
         model=model,
     )
-
-
-def _cap_epochs(epochs: int) -> int:
-    """Returns `epochs`, or the maximum of `keras.config.set_max_epochs` with Keras's warning."""
-    # Keras offers this limit for debugging, and applies it in its own fit.
-    maximum = keras.config.max_epochs()
-    if maximum and maximum < epochs:
-        warn(f"Limiting epochs to {maximum}")
-        return int(maximum)
-    return epochs

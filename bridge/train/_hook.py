@@ -9,10 +9,9 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train._callbacks import BatchCallbacks, flat
-from bridge.train._loggers import loggers_among
+from bridge.train._callbacks import BatchCallbacks, flat, loggers_among
 from bridge.train._memory import Memory
-from bridge.train._model_values import ModelValues
+from bridge.train._steps import ModelValues
 from functrain.events import ChunkEnd, EpochEnd, Event, RunEnd
 from functrain.internal import (
     Batches,
@@ -43,11 +42,11 @@ class KerasHook:
       kind: "train", "test" or "predict".
       batches: The data of the run.
       callbacks: Keras's list.
-      memory: The states of callbacks, for a fit with a checkpointer.
       evaluation: The `Evaluation` of a fit, or None.
       quiet: Do not show the progress bar.
 
     Attributes:
+      memory: The states of callbacks, for a fit with a checkpointer.
       calls: The batch methods of the callbacks.
       late_logs: The logs that progress bars and the loggers of functrain show, one chunk late.
       values: The model's values.
@@ -62,12 +61,12 @@ class KerasHook:
         batches: Batches,
         callbacks: Any,
         *,
-        memory: Memory | None = None,
         evaluation: Any = None,
         quiet: bool = False,
     ) -> None:
         self.model, self.kind, self.batches, self.callbacks = model, kind, batches, callbacks
-        self.memory, self.evaluation = memory, evaluation
+        self.evaluation = evaluation
+        self.memory: Memory | None = None
         self.calls = BatchCallbacks(callbacks, kind, quiet=quiet)
         # The evaluations of a fit share its callbacks, and the fit alone passes logs to loggers.
         receivers = [x.take for x in loggers_among(callbacks)] if kind == "train" else []

@@ -10,7 +10,7 @@ import keras
 
 from bridge import keras_private
 from bridge.state._keras_state import variable_paths
-from bridge.train._loggers import LoggerCallback
+from bridge.train._callbacks import LoggerCallback
 from functrain import CheckpointMismatchError
 from functrain.internal import by_identity, is_resumable
 from functrain.internal import tree as _tree

@@ -259,19 +259,16 @@ def _runs_uncompiled(model: keras.Model) -> bool:
 def _warn_of_inexact_resuming(run: Run, hook: KerasHook) -> None:
     """Warns of data and callbacks that cannot resume exactly."""
     assert hook.memory is not None
-    problems: list[str] = []
     if run.position.step and "examples" not in keras_private.data.fingerprint(hook.batches.data):
-        problems.append(
+        warn(
             "x: only arrays are known to give the same batches again. These data are iterated "
             "from their start, and the batches of the epoch before the checkpoint are skipped."
         )
     if run.position.epoch and hook.evaluation is not None and hook.evaluation.is_iterator:
-        problems.append(
+        warn(
             "validation_data: expected arrays, or data that can be iterated again, got an "
             "iterator. It starts from its beginning, so evaluations may have other batches."
         )
     missing = hook.memory.missing_callbacks()
     if missing:
-        problems.append(f"callbacks: the checkpoint has {missing}, which this fit does not have.")
-    for problem in problems:
-        warn(problem)
+        warn(f"callbacks: the checkpoint has {missing}, which this fit does not have.")

@@ -135,5 +135,5 @@ def test_what_was_logged_before_an_error_is_on_the_disk(tmp_path) -> None:
 
 
 def test_evaluations_take_no_loggers(tmp_path) -> None:
-    with pytest.raises(TypeError, match=r"loggers \(TensorBoard, JSONLines, WandB\).* bridge\.fit"):
+    with pytest.raises(TypeError, match="the loggers TensorBoard, JSONLines and WandB, which"):
         bridge.evaluate(fresh(), X, Y, callbacks=[ft.hooks.TensorBoard(tmp_path)], verbose=0)

@@ -104,8 +104,8 @@ def test_what_processes_cannot_do_together_is_refused_in_each_of_them(
         assert len(lines) == 7
         begins = (
             "model: expected a model on the devices of all 2 processes",
-            "callbacks: expected no BackupAndRestore where several processes fit",
-            "callbacks: expected no ModelCheckpoint where several processes fit a sharded model",
+            "callbacks: expected no BackupAndRestore beside checkpointer= or in several processes",
+            "callbacks: expected no ModelCheckpoint beside checkpointer= or in several processes",
             "x: expected batches that divide over P('batch',) of the mesh {'batch': 2, "
             "'model': 2}, got a last batch of 5.",
             *["data: expected the same batches in every process"] * 3,
