@@ -1,8 +1,9 @@
 """Stops a run when a monitored value no longer improves."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -21,6 +22,7 @@ def require_not_negative(**numbers: Any) -> None:
         require(is_number(value) and value >= 0, name, "a number, 0 or more", value)
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class EarlyStopping:
     """A hook that stops the run when a value no longer improves; it can restore the best state.
 
@@ -68,34 +70,30 @@ class EarlyStopping:
       0.6 True
     """
 
-    # True in the subclass for populations, whose values are `f64[N]`.
-    of_members = False
-    # Restores the best state, also if the hook is called on a schedule.
-    acts_at_end = True
+    monitor: str = "val_loss"
+    _: dataclasses.KW_ONLY
+    patience: int = 0
+    min_delta: float = 0.0
+    mode: _direction.Mode = "auto"
+    baseline: float | None = None
+    start_from_epoch: int = 0
+    restore_best: bool = False
 
-    def __init__(
-        self,
-        monitor: str = "val_loss",
-        *,
-        patience: int = 0,
-        min_delta: float = 0.0,
-        mode: _direction.Mode = "auto",
-        baseline: float | None = None,
-        start_from_epoch: int = 0,
-        restore_best: bool = False,
-    ) -> None:
+    # True in the subclass for populations, whose values are `f64[N]`.
+    of_members: ClassVar[bool] = False
+    # Restores the best state, also if the hook is called on a schedule.
+    acts_at_end: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
         require_not_negative(
-            patience=patience, min_delta=min_delta, start_from_epoch=start_from_epoch
+            patience=self.patience,
+            min_delta=self.min_delta,
+            start_from_epoch=self.start_from_epoch,
         )
-        is_baseline = baseline is None or is_number(baseline)
-        require(is_baseline, "baseline", "a number, or None", baseline)
-        self._sign = _direction.sign(monitor, mode)
-        self.monitor = self.resume_key = monitor
-        self.patience = patience
-        self.min_delta = min_delta
-        self.baseline = baseline
-        self.start_from_epoch = start_from_epoch
-        self.restore_best = restore_best
+        is_baseline = self.baseline is None or is_number(self.baseline)
+        require(is_baseline, "baseline", "a number, or None", self.baseline)
+        self._sign = _direction.sign(self.monitor, self.mode)
+        self.resume_key = self.monitor
         self._pending_triggers: list[Trigger] = []
         self._is_restored = False
         self._reset()

@@ -1,6 +1,6 @@
 """Early stopping of each member of a population."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -61,7 +61,7 @@ class EarlyStopping(_EarlyStopping):
       [False False] True
     """
 
-    of_members = True
+    of_members: ClassVar[bool] = True
 
     @property
     def best(self) -> np.ndarray:
