@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from functrain.common import _tree
 from functrain.common._arguments import parameters
@@ -79,34 +78,33 @@ def from_equinox(
 
     def make(key: Any) -> tuple[Any, Any]:
         function: Any = module
-        made = (module, state) if is_instance else function(key)
+        parts = (module, state) if is_instance else function(key)
         # A function may return a module with its state.
-        made, made_state = made if isinstance(made, tuple) and len(made) == 2 else (made, state)
-        require_instance("module", made, eqx.Module, expected)
-        if made_state is None:
+        instance, instance_state = parts if isinstance(parts, tuple) else (parts, state)
+        require_instance("module", instance, eqx.Module, expected)
+        if instance_state is None:
             advice = f"If it has a state: {with_state} Otherwise: "
-            require_one_input(made, ["key"] if "key" in parameters(made) else [], advice)
-        return made, made_state
+            require_one_input(instance, ["key"] if "key" in parameters(instance) else [], advice)
+        return instance, instance_state
 
-    def split(made: Any, state: Any) -> tuple[PyTree, PyTree, PyTree]:
+    def split(instance: Any, state: Any) -> tuple[PyTree, PyTree, PyTree]:
         """Returns params, model_state, and everything else of a module."""
-        params, rest = eqx.partition(made, _is_inexact)
-        arrays, static = eqx.partition(rest, _is_array)
+        params, rest = eqx.partition(instance, _is_inexact)
+        arrays, static = eqx.partition(rest, _tree.is_array)
         return params, {"arrays": arrays, "state": state}, static
 
     @functools.cache
-    def structure() -> tuple[Any, PyTree, PyTree, PyTree]:
-        """Returns the module, and what `split` returns; of a function with shapes for arrays."""
+    def structure() -> tuple[PyTree, PyTree, PyTree]:
+        """Returns the result of `split` with shapes for arrays."""
         # A function gives new objects in each call (StateIndex, lambdas), which are not equal.
         # Those of one module are used for all.
-        made, state = make(None) if is_instance else eqx.filter_eval_shape(make, jax.random.key(0))
-        return made, *split(made, state)
+        return split(*eqx.filter_eval_shape(make, jax.random.key(0)))
 
     if is_instance:
         structure()
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
-        _, *like, _ = structure()
+        *like, _ = structure()
         params, model_state, _ = split(*make(key))
         # Copies, since a step may donate them, and the module must keep its own arrays.
         arrays = _tree.copy(jax.tree.leaves((params, model_state)))
@@ -116,16 +114,16 @@ def from_equinox(
     def call(
         params: PyTree, model_state: PyTree, inputs: PyTree, rng: jax.Array | None, training: bool
     ) -> ModelOutput:
-        made, _, _, static = structure()
-        takes_key = "key" in parameters(made)
-        whole = eqx.combine(params, model_state["arrays"], static)
-        whole = eqx.nn.inference_mode(whole, value=not training)
+        _, _, static = structure()
+        combined = eqx.combine(params, model_state["arrays"], static)
+        combined = eqx.nn.inference_mode(combined, value=not training)
+        takes_key = "key" in parameters(combined)
 
         def run(x: PyTree, state: PyTree, key: jax.Array | None) -> tuple[PyTree, PyTree]:
             options: dict[str, Any] = {"key": key} if takes_key else {}
             if state is None:
-                return whole(x, **options), None
-            outputs, new_state = whole(x, state, **options)
+                return combined(x, **options), None
+            outputs, new_state = combined(x, state, **options)
             return outputs, new_state
 
         keys = rng
@@ -141,9 +139,5 @@ def from_equinox(
     return model_of_module(init, call)
 
 
-def _is_array(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct)
-
-
 def _is_inexact(x: Any) -> bool:
-    return _is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))
+    return _tree.is_array(x) and bool(jnp.issubdtype(x.dtype, jnp.inexact))

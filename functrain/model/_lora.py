@@ -108,20 +108,20 @@ def lora(
     is_valid = alpha is None or is_positive(alpha)
     require(is_valid, "alpha", "a positive number, or None for the rank", alpha)
     require_one_of("base_dtype", base_dtype, ("int8", None))
-    whole_patterns = _patterns.as_patterns("train", train)
+    train_patterns = _patterns.as_patterns("train", train)
     scale = 1.0 if alpha is None else alpha / rank
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, model_state = model.init(key, inputs)
-        whole, base = _freeze.split_params(params, "train", whole_patterns)
+        fully_trained, base = _freeze.split_params(params, "train", train_patterns)
         adapters = _create_adapters(key, base, _adapted_paths(base, patterns, rank), rank)
         if base_dtype is not None:
             base = _freeze.merge_params(
                 adapters, base, lambda w, _: _adapters.quantize(w, _first_output(w.shape))
             )
-        # Returned as an array, so that `merge_lora` needs nothing but the state.
-        lora_scale = jnp.asarray(scale, jnp.float32)
-        return _freeze.merge_params(adapters, whole), FrozenState(base, model_state, lora_scale)
+        trained = _freeze.merge_params(adapters, fully_trained)
+        # An array, so that `merge_lora` needs nothing but the state.
+        return trained, FrozenState(base, model_state, jnp.asarray(scale, jnp.float32))
 
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
         _freeze.require_frozen_state(model_state, "lora")

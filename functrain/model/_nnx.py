@@ -74,13 +74,13 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
     require(is_instance or callable(module), "module", expected, module, error=TypeError)
 
     def make(key: Any) -> Any:
-        made: Any = module if is_instance else module(nnx.Rngs(key))
-        require_instance("module", made, nnx.Module, expected)
-        require_one_input(made, list(switches(made, False)))
+        instance: Any = module if is_instance else module(nnx.Rngs(key))
+        require_instance("module", instance, nnx.Module, expected)
+        require_one_input(instance, list(switches(instance, False)))
         # Earlier calls may have left sown values, which grow with each call.
-        made = nnx.clone(made)
-        nnx.pop(made, nnx.Intermediate)
-        return made
+        instance = nnx.clone(instance)
+        nnx.pop(instance, nnx.Intermediate)
+        return instance
 
     @functools.cache
     def structure() -> tuple[Any, PyTree, PyTree]:
@@ -97,9 +97,9 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
         structure()
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
-        made = make(key)
-        params = nnx.to_pure_dict(nnx.state(made, nnx.Param))
-        model_state = nnx.to_pure_dict(nnx.state(made, nnx.Not(nnx.Param)))
+        instance = make(key)
+        params = nnx.to_pure_dict(nnx.state(instance, nnx.Param))
+        model_state = nnx.to_pure_dict(nnx.state(instance, nnx.Not(nnx.Param)))
         # Copies, since a step may donate them, and the module must keep its own values.
         return _tree.copy(params), _tree.copy(model_state)
 
@@ -133,14 +133,13 @@ def _to_nnx_state(reference: PyTree, values: PyTree, name: str) -> PyTree:
     """
     from flax import nnx
 
-    expected = nnx.to_pure_dict(reference)
-    # Paths are compared instead of structures, since a state that was created without a
-    # model_state has () where nnx has {}.
-    expected_leaves = dict(_tree.leaves_with_path(expected))
-    if list(expected_leaves) != list(dict(_tree.leaves_with_path(values))):
-        differences = _tree.differences(expected, values)
-        advice = "Take them from init. If the module has changed since, call from_nnx again."
-        require_no_problems(name, differences, "the leaves that init returned", advice)
+    # Only paths are compared: a state that was created without a model_state has () where nnx has
+    # {}, and `cast` changes dtypes.
+    expected = [path for path, _ in _tree.leaves_with_path(nnx.to_pure_dict(reference))]
+    got = [path for path, _ in _tree.leaves_with_path(values)]
+    advice = "Take them from init. If the module has changed since, call from_nnx again."
+    differing = sorted(set(expected).symmetric_difference(got))
+    require_no_problems(name, differing, "all leaves that init returned, and no others", advice)
     return jax.tree.unflatten(jax.tree.structure(reference), jax.tree.leaves(values))
 
 
@@ -153,7 +152,7 @@ def _reseed(state: PyTree, rng: jax.Array) -> PyTree:
             # The key depends on the index of the stream, not on its name: two dropout layers whose
             # streams share a name would otherwise draw the same mask.
             key = jax.random.fold_in(rng, index)
-            # Modules made by `nnx.vmap` hold an array of keys, one for each copy of the layer.
+            # Modules instance by `nnx.vmap` hold an array of keys, one for each copy of the layer.
             return jax.tree.map(
                 lambda old: jax.random.split(key, old.shape) if old.shape else key, variable
             )
