@@ -103,21 +103,6 @@ def test_losses_are_f32_scalars_under_mixed_precision(builders):
     assert [(loss.shape, loss.dtype) for loss in losses] == [((), jnp.float32)] * 2
 
 
-def test_a_masked_loss_in_the_same_trace_equals_keras(builders):
-    model, x = builders["masked_lstm"]()
-    y = np.random.default_rng(1).normal(size=(5, 6, 2)).astype(np.float32)
-    model.compile("sgd", "mse")
-    apply, params, model_state = start(model)
-
-    @jax.jit
-    def loss(params, x, y):
-        return keras.losses.MeanSquaredError()(y, apply(params, model_state, x).outputs)
-
-    masked = loss(params, x, y)
-    np.testing.assert_allclose(masked, model.test_on_batch(x, y), rtol=1e-6)
-    assert abs(masked - np.mean((np.asarray(model(x)) - y) ** 2)) > 1e-3
-
-
 # State
 
 

@@ -38,22 +38,6 @@ def whole(model, x):
     return np.array_equal(call(model, x, True), call(model, x, True))
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_variables_made_during_apply_are_named_and_the_model_stays_whole(jit):
-    model, x = Explodes(), np.ones((2, 3), np.float32)
-    model(x)
-    apply, params, model_state = start(model)
-
-    def train(params):
-        return apply(params, model_state, x, training=True)
-
-    with pytest.raises(ValueError, match=r"(?s)late/kernel: float32\[3, 3\].*create_state"):
-        (jax.jit(train) if jit else train)(params)
-    assert whole(model, x)
-    apply, params, model_state = start(model)
-    assert_close(jax.jit(train)(params).outputs, model(x, training=True))
-
-
 def test_an_exception_in_the_middle_of_a_trace_leaves_the_model_whole():
     model, x = Explodes(RuntimeError("stop")), np.ones((2, 3), np.float32)
     model(x)
