@@ -77,5 +77,5 @@ def test_what_lies_on_one_device_is_told_from_what_lies_on_all() -> None:
 
 
 def test_shardings_of_another_state_are_refused() -> None:
-    with pytest.raises(ValueError, match="mismatch|structure"):
+    with pytest.raises(ValueError, match=r"mismatch|structure"):
         ft.inspect.placement({"a": jnp.zeros(3)}, {"b": None})

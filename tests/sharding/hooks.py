@@ -1,14 +1,12 @@
-"""Every hook on eight CPU devices; see test_hooks.py.
+"""Hooks on eight CPU devices; see test_hooks.py.
 
 python hooks.py DIRECTORY     prints a line of JSON for each form
 """
 
-import inspect
 import json
 import os
 import pathlib
 import sys
-import types
 from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
@@ -43,21 +41,6 @@ def make() -> ft.TrainState:
     return ft.TrainState.create(params=params, tx=TX)
 
 
-class Service(types.ModuleType):
-    """What the hook of Weights & Biases calls; the library needs an environment of its own."""
-
-    def __init__(self) -> None:
-        super().__init__("wandb")
-        self.Image, self.Html = np.asarray, str
-        self.lines: list[dict[str, Any]] = []
-
-    def init(self, **_: Any) -> Any:
-        return types.SimpleNamespace(id="1", log=self._log, finish=lambda: None)
-
-    def _log(self, values: dict[str, Any], step: int) -> None:
-        self.lines.append({"step": step, **{n: x for n, x in values.items() if n == "loss"}})
-
-
 class Seen:
     """A hook of one's own: a `Hook`."""
 
@@ -78,7 +61,6 @@ def numbers(path: pathlib.Path, steps: int = 16) -> list[float]:
 
 def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
     how, state = placed(form)
-    sys.modules["wandb"] = service = Service()
     picture = ft.hooks.Sample(
         lambda state: {"w": np.asarray(state.params["w"])}, directory=folder / "samples"
     )
@@ -92,11 +74,8 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
         "TerminateOnNaN": ft.hooks.TerminateOnNaN(),
         "Throughput": ft.hooks.Throughput(flops_per_step=1e6),
         "Watchdog": ft.hooks.Watchdog(600),
-        "Profile": ft.hooks.Profile(folder / "profile", start=2, steps=2),
         "CSVLogger": ft.hooks.CSVLogger(folder / "run.csv", every=ft.every(steps=1)),
         "JSONLines": ft.hooks.JSONLines(folder / "run.jsonl", every=1),
-        "TensorBoard": ft.hooks.TensorBoard(folder / "board", every=1),
-        "WandB": ft.hooks.WandB(every=1),
         "Hook": (seen := Seen()),
     }
     before = jax.tree.map(lambda x: x.sharding, state)
@@ -115,8 +94,6 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
     rows = (folder / "run.csv").read_text().splitlines()
     column = rows[0].split(",").index("loss")
     return {
-        "hooks": sorted(made),
-        "all": sorted(n for n in ft.hooks.__all__ if inspect.isclass(getattr(ft.hooks, n))),
         "stays": jax.tree.all(jax.tree.map(is_where, result, before)),
         "val_loss": history.epochs["val_loss"].tolist(),
         "rates": history.epochs["learning_rate"].tolist(),
@@ -125,11 +102,8 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
         "w": np.asarray(result.params["w"]).tolist(),
         "sample": picture.latest["w"].shape,
         "samples": sorted(path.name for path in (folder / "samples").iterdir()),
-        "traced": len(list((folder / "profile").rglob("*.xplane.pb"))),
         "csv": [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]],
         "json": numbers(folder / "run.jsonl"),
-        "board": len(list((folder / "board").rglob("events*"))),
-        "wandb": [line["loss"] for line in service.lines if "loss" in line],
         "seen": seen.steps,
         "kept": checkpoints.steps(),
     }
