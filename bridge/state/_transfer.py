@@ -113,9 +113,8 @@ def _optimizer(model: Any, opt_state: PyTree, *, allow_plain: bool) -> Any:
     elif of_keras:
         is_of_kind = all(state.kind == kind_of(optimizer) for state in of_keras)
     else:
-        is_of_kind = allow_plain and bool(
-            _tree.nodes(opt_state, *SLOT_FIELDS.get(type(optimizer), {}))
-        )
+        plain = SLOT_FIELDS.get(type(optimizer), {})
+        is_of_kind = allow_plain and bool(_tree.nodes(opt_state, *plain))
     if not is_of_kind:
         raise _no_common_state(optimizer)
     return optimizer
@@ -171,21 +170,13 @@ def _counterparts(
     is_frozen = may_lack_params and has_slots and lacks_whole_params
     if surplus or (missing and not is_frozen):
         raise _no_common_state(optimizer)
-    variables = [variable_by_role.get(role) if role else None for role in roles]
-    _require_same_specs(variables, opt_state)
+    variables: list[Any] = [variable_by_role.get(role) if role else None for role in roles]
+    for variable, leaf in zip(variables, jax.tree.leaves(opt_state), strict=True):
+        slot, array = getattr(variable, "value", None), to_plain_array(leaf)
+        if slot is not None and _tree.strong_spec(slot) != _tree.strong_spec(array):
+            problem = f"{variable.path} is {_tree.spec(slot)}, its leaf in tx {_tree.spec(array)}"
+            raise OptimizerMismatchError(problem)
     return variables
-
-
-def _require_same_specs(variables: list[Any], opt_state: PyTree) -> None:
-    """Raises OptimizerMismatchError if a leaf has another shape or dtype than its variable."""
-    lines: list[str] = []
-    leaves = map(to_plain_array, jax.tree.leaves(opt_state))
-    for v, x in zip(variables, leaves, strict=True):
-        if v is not None and (v.shape, v.dtype) != (x.shape, str(x.dtype)):
-            lines.append(f"{v.path}: expected {_tree.spec(v.value)}, got {_tree.spec(x)}")
-    if lines:
-        problem = f"leaves of opt_state do not fit its slots:\n{_tree.bullets(lines)}\n"
-        raise OptimizerMismatchError(problem)
 
 
 def _roles(opt_state: PyTree, optimizer: Any, params: Mapping[Path, int]) -> list[Role | None]:
@@ -196,24 +187,14 @@ def _roles(opt_state: PyTree, optimizer: Any, params: Mapping[Path, int]) -> lis
     kinds = (KerasOptState, optax.ScaleByScheduleState, *fields)
     roles: list[Role | None] = []
     for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
-        for role in roles_of_leaves(node, params):
-            roles.append(_keras_role(node, role, fields.get(type(node), {})))
+        # Keras's name of each field. `bridge.optimizer` has Keras's own names, in two groups.
+        names = {"count": "iterations", **fields.get(type(node), {})}
+        for name, owner in roles_of_leaves(node, params):
+            if isinstance(node, KerasOptState):
+                roles.append(Role(name.removeprefix("scalars/").removeprefix("slots/"), owner))
+            else:
+                roles.append(Role(names[name], owner) if name in names else None)
     return roles
-
-
-def _keras_role(node: Any, role: Role, slots: Mapping[str, str]) -> Role | None:
-    """Returns the role that a leaf of optax has in a Keras optimizer; None if it has none.
-
-    Args:
-      node: The state that holds the leaf.
-      role: The role of the leaf in that state.
-      slots: Keras's name of each slot, by the name of the field in optax.
-    """
-    # `bridge.optimizer` keeps Keras's own names, in two groups.
-    if isinstance(node, KerasOptState):
-        return Role(role.name.removeprefix("scalars/").removeprefix("slots/"), role.owner)
-    names = {"count": "iterations", **slots}
-    return Role(names[role.name], role.owner) if role.name in names else None
 
 
 def _variable_by_role(optimizer: Any, params: list[Any]) -> dict[Role, Any]:
