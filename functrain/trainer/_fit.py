@@ -47,11 +47,6 @@ class FitResult(NamedTuple, Generic[StateT]):
     state: StateT
     history: History
 
-    def __getitem__(self, index: Any) -> Any:
-        """Returns a field by its index; raises TypeError for the name of a value."""
-        # `super()` does not work in the body of a NamedTuple.
-        return self.history[index] if isinstance(index, str) else tuple.__getitem__(self, index)
-
     def __repr__(self) -> str:
         return f"FitResult(state={_repr.state_repr(self.state)}, history={self.history!r})"
 

@@ -65,13 +65,6 @@ class History:
         parts = [f"{kind}: {', '.join(names)}" for kind, names in names_by_kind.items() if names]
         return f"History({'; '.join(parts)})"
 
-    def __getitem__(self, name: object) -> NoReturn:
-        """Raises TypeError: a name may have values of steps and of epochs."""
-        raise TypeError(
-            f"history: expected an attribute, got history[{name!r}]. Use history.epochs[{name!r}] "
-            f"for the values of each epoch, and history.steps[{name!r}] for those of each step."
-        )
-
     @property
     def history(self) -> NoReturn:
         """Raises AttributeError: Keras's History has a dict of that name."""

@@ -1,6 +1,5 @@
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -150,11 +149,6 @@ def test_on_accelerators_auto_is_limited_by_the_memory_and_not_by_a_processors_c
     assert auto_steps(2 * room, 0, chip=ACCELERATOR) == 1
 
 
-def test_a_chip_of_unknown_bandwidth_has_programs_of_ordinary_length() -> None:
-    unknown = ACCELERATOR._replace(bandwidth=0.0)
-    assert MIN_STEPS <= auto_steps(1, 2**30, chip=unknown) < MAX_STEPS
-
-
 # -------------------------------------------------------------------------------------------------
 
 
@@ -221,15 +215,6 @@ def test_many_shapes_are_warned_of_once() -> None:
     sizes(Feed(batches(*range(1, 17)), 2))
 
 
-def test_jax_arrays_and_foreign_tensors_are_batches() -> None:
-    class Tensor:
-        def __array__(self, dtype=None, copy=None):
-            return np.ones(3, np.float32)
-
-    (chunk,) = Feed([(jnp.ones(3), Tensor())] * 2, 2).epoch(0)
-    assert [x.shape for x in chunk.batches] == [(2, 3), (2, 3)]
-
-
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
@@ -282,19 +267,6 @@ def test_a_loader_makes_each_batch_once() -> None:
     assert made == list(range(12))
 
 
-@pytest.mark.parametrize("data", [np.zeros(4), (np.zeros(4), np.zeros(4)), {"x": np.zeros(4)}, 3])
-def test_bare_arrays_are_refused_with_the_way_to_batch_them(data) -> None:
-    with pytest.raises(TypeError, match=r"functrain\.ArrayLoader\(\(x, y\), batch_size\)"):
-        as_batches(data)
-
-
-@pytest.mark.parametrize("leaf", [np.array(["a", "b"]), "text", np.array([{}, {}])])
-def test_batches_of_other_things_than_numbers_are_refused_by_place(leaf) -> None:
-    feed = Feed([{"x": np.zeros(2), "y": leaf}], 1)
-    with pytest.raises(TypeError, match=r"got .* at y of batch 0 of epoch 0 of data\. "):
-        sizes(feed)
-
-
 @pytest.mark.parametrize("fuse", [0, -1, 1.5, "never", True, None])
 def test_a_fuse_below_one_is_refused(fuse) -> None:
     with pytest.raises(ValueError, match="fuse: expected 'auto' or a whole number of steps"):
@@ -315,10 +287,3 @@ def test_more_steps_than_memory_has_room_for_are_refused_with_what_fits() -> Non
     plan = Plan(machine_memory() // 2000)
     assert plan.group_of(np.zeros(1, np.uint8)).k == plan.fuse
     assert plan.group_of(np.zeros(10**6, np.uint8)).k == machine_memory() // (2 * 10**6)
-
-
-def test_batches_in_foreign_byte_order_are_the_numbers_they_are() -> None:
-    (chunk,) = Feed([np.arange(3, dtype=">f4")] * 2, 2).epoch()
-    assert chunk.batches.dtype == np.float32
-    assert chunk.batches.dtype.isnative
-    assert chunk.batches.tolist() == [[0, 1, 2]] * 2

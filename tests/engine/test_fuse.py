@@ -67,16 +67,6 @@ def test_the_state_is_consumed_unless_told_otherwise() -> None:
     assert state.is_deleted()
 
 
-def test_any_pytree_is_a_state_and_a_batch() -> None:
-    def step(state, batch):
-        return (state[0] + batch["a"]["b"], None), {"nested": {"log": batch["c"]}}
-
-    fused = ft.fuse(step, 2)
-    state, logs = fused((jnp.zeros(3), None), {"a": {"b": jnp.ones((2, 3))}, "c": jnp.ones(2)})
-    np.testing.assert_array_equal(state[0], [2, 2, 2])
-    assert logs["nested"]["log"].shape == (2,)
-
-
 @pytest.mark.parametrize(
     "chunk", [jnp.ones((3, 2)), {"a": jnp.ones((4, 2)), "b": jnp.ones(3)}, 1.0]
 )

@@ -100,16 +100,6 @@ def test_members_of_a_population_are_named_but_those_that_were_stopped() -> None
     ft.fit(stopped, of_all, loader(), verbose=0)
 
 
-def test_steps_that_a_guard_left_out_are_no_warning() -> None:
-    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
-        return jnp.sum(params * batch), ft.Aux(model_state)
-
-    tx = ft.tx.skip_non_finite(TX)
-    state = ft.TrainState.create(params=jnp.ones(()), tx=tx)
-    _, history = ft.fit(state, ft.train_step(loss_fn, tx), loader(3), verbose=0)
-    assert np.isnan(history.steps["loss"][3])
-
-
 def test_an_evaluation_says_how_to_find_the_batch() -> None:
     def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
         return jnp.sum(params * batch), ft.Aux(model_state)

@@ -106,27 +106,6 @@ def test_more_epochs_of_a_finished_fit_continue_with_its_orders(tmp_path: pathli
     assert epochs_of(ids) == orders(2, 3)
 
 
-def test_members_of_a_population_see_new_orders_too() -> None:
-    step = ft.population.step(STEP)
-    state = ft.population.stack([start(), start()])
-    state = state.replace(active=jnp.asarray([True, False]))
-    seen = []
-    for _ in range(2):
-        state, history = ft.fit(state, step, LOADER, verbose=0)
-        ids = [history.steps[name][:, 0] for name in ("first", "second")]
-        seen += epochs_of(np.stack(ids, 1).astype(int))
-    assert seen == orders(0, 1)
-
-    loader = ft.population.Loader([LOADER, ft.ArrayLoader(IDS, 2, shuffle=True, seed=5)])
-    own = ft.population.step(STEP, data="per_member")
-    state = ft.population.stack([start(), start()])
-    for epoch in range(2):
-        state, history = ft.fit(state, own, loader, verbose=0)
-        for i, member in enumerate(loader.loaders):
-            first = history.steps["first"][:, i].astype(int)
-            assert first.tolist() == member.order(epoch)[::2].tolist()
-
-
 def look(state: Any, ids: Any) -> Any:
     return state, {"first": ids[0], "second": ids[1]}
 

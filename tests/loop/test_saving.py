@@ -105,13 +105,6 @@ def test_the_best_epoch_is_kept_due_or_not(
     assert checkpointer.restore(like, best).values["val_loss"] == values[best // 10 - 1]
 
 
-def test_the_best_of_two_lives_is_the_best(tmp_path: pathlib.Path) -> None:
-    trained(ft.Checkpointer(tmp_path, keep=1, monitor="val_loss"), scored(0.1), epochs=1)
-    checkpointer = ft.Checkpointer(tmp_path, keep=1, monitor="val_loss")
-    trained(checkpointer, scored(0.1, 0.3, 0.2))
-    assert (checkpointer.best(), checkpointer.steps()) == (10, [10, 30])
-
-
 def may_add_values(event: Any) -> None:
     """A function, of which nobody knows beforehand that it does not."""
 
@@ -124,18 +117,6 @@ def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None
     assert [warning.filename for warning in caught] == [__file__]
     assert checkpointer.best() is None
     assert checkpointer.steps() == [10, 20, 30]
-
-
-def test_a_best_value_that_was_saved_in_mid_epoch_is_not_missed(tmp_path: pathlib.Path) -> None:
-    @ft.every(steps=4)
-    def score(event: Any) -> None:
-        event.values["val_loss"] = 1 / event.step
-
-    checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=4), monitor="val_loss")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        trained(checkpointer, score)
-    assert checkpointer.best() == 28
 
 
 def test_too_few_epochs_are_refused_with_the_directory_that_goes_on(

@@ -95,19 +95,6 @@ def test_a_step_over_several_networks_carries_metrics() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
-def test_hooks_see_all_networks_at_their_step_and_may_change_them() -> None:
-    seen = {}
-
-    @ft.at(3)
-    def reset(event):
-        seen[event.step] = int(event.state["d"].step), int(event.state["g"].step)
-        event.state = {**event.state, "d": players()["d"]}
-
-    states, _ = ft.fit(players(), gan_step, DATA, fuse=12, hooks=[reset], verbose=0)
-    assert seen == {3: (3, 3)}
-    assert (int(states["d"].step), int(states["g"].step)) == (9, 12)
-
-
 # A student, and a target that follows it: an average of its weights, which no gradient touches.
 
 TX = optax.sgd(0.1)
@@ -154,8 +141,3 @@ def test_a_network_among_several_is_evaluated_in_the_midst_of_a_fit() -> None:
     assert history.epochs["val_loss"][0] > history.epochs["val_loss"][-1]
     alone = ft.evaluate(states["target"], ft.eval_step(fit_line), data)
     assert ft.evaluate(states, step, data) == alone
-
-
-def test_arrays_that_two_networks_share_are_named_before_they_hurt() -> None:
-    with pytest.raises(ValueError, match="state/student/params/w and state/target/params/w"):
-        ft.fuse(follow, 1)(student_and_target(), (X[None, :4], Y[None, :4]))

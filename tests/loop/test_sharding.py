@@ -115,15 +115,6 @@ def test_a_mesh_of_one_device_with_explicit_axes_trains_to_the_bits_of_no_mesh()
     assert len(jax.tree.leaves(ft.predict(state, ft.predict_step(MODEL), [X[:8]], sharding=one)))
 
 
-def test_evaluation_and_prediction_take_sharded_batches() -> None:
-    state = create()
-    found = ft.evaluate(state, EVAL, loader(), sharding=at("data"))
-    assert found == pytest.approx(ft.evaluate(state, EVAL, loader()), rel=1e-6)
-    step = ft.predict_step(MODEL)
-    ours = ft.predict(state, step, ft.ArrayLoader(X, 8), sharding=at("data"))
-    np.testing.assert_allclose(ours, ft.predict(state, step, ft.ArrayLoader(X, 8)), atol=1e-6)
-
-
 def test_a_last_batch_that_does_not_divide_is_found_before_anything_is_trained() -> None:
     odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
     ran = []
@@ -174,13 +165,6 @@ def test_a_step_that_divides_batches_itself_is_traced_with_the_last_one_before_t
     with pytest.raises(ValueError, match="evenly divi") as caught:
         ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
     assert any("evaluation of eval_data was traced" in x for x in caught.value.__notes__)
-
-
-def test_the_last_of_a_list_of_batches_is_looked_at_as_well() -> None:
-    batches = [(X[i : i + 8], Y[i : i + 8]) for i in range(0, 43, 8)]
-    batches[-1] = tuple(x[:3] for x in batches[-1])
-    with pytest.raises(ValueError, match=r"^data: sharding: (.|\n)*0: float32\[3, 8\]"):
-        ft.run(create(), STEP, batches, sharding=at("data"))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

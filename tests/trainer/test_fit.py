@@ -101,35 +101,6 @@ def test_a_text_in_logs_is_refused_and_named(jit) -> None:
         ft.fit(jnp.zeros(()), step, ft.ArrayLoader((X, Y), 10), jit=jit, verbose=0)
 
 
-@pytest.mark.parametrize("jit", [True, False])
-def test_keys_in_logs_stay_out_of_the_history(jit) -> None:
-    def step(state, batch):
-        return state, {"loss": jnp.sum(batch[1]), "key": jax.random.key(1)}
-
-    latest = []
-    _, history = ft.fit(
-        jnp.zeros(()),
-        step,
-        ft.ArrayLoader((X, Y), 10),
-        hooks=[
-            lambda event: isinstance(event, ft.events.ChunkEnd) and latest.append(event.latest())
-        ],
-        jit=jit,
-        verbose=0,
-    )
-    assert set(history.steps) == set(latest[0]) == {"loss"}
-
-
-def test_batches_of_no_examples_weigh_the_same() -> None:
-    batches = [{"absent": np.zeros((0, 3)), "x": np.float32(i)} for i in range(4)]
-
-    def step(state, batch):
-        return state, {"x": batch["x"]}
-
-    _, history = ft.fit(jnp.zeros(()), step, batches, verbose=0)
-    assert history.epochs["x"] == [1.5]
-
-
 def test_the_weighted_mean_of_an_epoch_does_not_depend_on_the_batch_size(capsys) -> None:
     weights = RNG.uniform(size=103).astype(np.float32)
     tx = optax.sgd(0.0)  # all batches see the same params
@@ -149,15 +120,6 @@ def test_the_weighted_mean_of_an_epoch_does_not_depend_on_the_batch_size(capsys)
     members = members.replace(active=jnp.array([True, False]))
     _, history = ft.fit(members, over_all, data, verbose=0)
     np.testing.assert_allclose(history.epochs["loss"], [[expected, np.nan]], rtol=1e-6)
-
-
-def test_the_learning_rate_of_an_epoch_is_its_last() -> None:
-    schedule = optax.linear_schedule(1.0, 0.0, 11)
-    tx = optax.sgd(schedule)
-    state = ft.TrainState.create(params={"w": jnp.zeros((4, 1))}, tx=tx)
-    step = ft.train_step(LOSS, tx, learning_rate=schedule)
-    _, history = ft.fit(state, step, ft.ArrayLoader((X, Y), 10), verbose=0)
-    assert history.epochs["learning_rate"][0] == pytest.approx(1 / 11)
 
 
 def test_fitting_twice_compiles_once() -> None:
@@ -251,14 +213,6 @@ def test_an_evaluation_iterator_must_last() -> None:
             eval_data=iter([(X, Y)]),
             eval_step=ft.eval_step(LOSS),
         )
-
-
-def test_names_of_metrics_are_no_markup(capsys) -> None:
-    state, step = setup(
-        {"acc[top]": ft.metrics.mean_absolute_error(), "[/b]": ft.metrics.mean_squared_error()}
-    )
-    ft.fit(state, step, ft.ArrayLoader((X, Y), 10), verbose=2)
-    assert "acc[top]" in capsys.readouterr().out
 
 
 def test_what_fit_returns_is_nobody_elses() -> None:

@@ -129,13 +129,6 @@ def test_data_without_end_are_trained_on_for_so_many_steps(data, capsys) -> None
     np.testing.assert_array_equal(next(source), X[12:16])  # not a batch too many was taken
 
 
-def test_without_steps_per_epoch_it_evaluates_at_the_end() -> None:
-    state, history = fit(generator(), steps=9, **HELD_OUT)
-    assert history.epochs["val_loss"].tolist() == [
-        ft.evaluate(state, EVAL, HELD_OUT["eval_data"])["loss"]
-    ]
-
-
 @pytest.mark.parametrize("data", [loader, lambda: [*Batches()], Batches])
 def test_a_fit_goes_on_from_a_step(data) -> None:
     straight, whole = fit(data(), steps=20, steps_per_epoch=5)
@@ -170,12 +163,6 @@ def test_a_fit_that_was_killed_is_the_one_that_never_was(kind, cuts, tmp_path) -
         with contextlib.suppress(KeyError):
             go(cut)
     assert bits(go()) == bits(fit(DATA[kind](), steps=20, steps_per_epoch=5, **HELD_OUT))
-
-
-def test_more_steps_go_on_from_the_end_of_a_fit(tmp_path) -> None:
-    fit(loader(), steps=10, steps_per_epoch=5, checkpointer=ft.Checkpointer(tmp_path))
-    more = fit(loader(), steps=20, steps_per_epoch=5, checkpointer=ft.Checkpointer(tmp_path))
-    assert bits(more) == bits(fit(loader(), steps=20, steps_per_epoch=5))
 
 
 @pytest.mark.filterwarnings("ignore:data. a (Batches|generator) does not report its position")

@@ -72,13 +72,6 @@ def test_a_history_is_shown_by_its_names() -> None:
     assert repr(ft.History({}, {})) == "History()"
 
 
-@pytest.mark.parametrize("other", [history(), history(steps={}), None])
-def test_histories_are_equal_if_they_are_one_object(other) -> None:
-    mine = history()
-    assert mine == mine
-    assert mine != other
-
-
 def test_the_word_of_keras_is_told_what_it_is_here() -> None:
     message = r'functrain History has no .*history\.epochs\["loss"\] .*history\.steps\["loss"\]'
     with pytest.raises(AttributeError, match=message):
@@ -87,13 +80,3 @@ def test_the_word_of_keras_is_told_what_it_is_here() -> None:
     with pytest.raises(AttributeError, match=message):
         _ = result.history.history["loss"]
     assert not hasattr(history(), "history")
-
-
-def test_a_value_is_asked_of_steps_or_of_epochs() -> None:
-    result = ft.FitResult(state=(), history=history())
-    assert result[1] is result.history
-    for holder in (result, result.history):
-        with pytest.raises(
-            TypeError, match=r"history\.epochs\['loss'\] .*history\.steps\['loss'\]"
-        ):
-            holder["loss"]

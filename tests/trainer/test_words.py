@@ -43,30 +43,6 @@ def test_what_is_mixed_up_is_named(args, words) -> None:
         ft.fit(*args, verbose=0)
 
 
-@pytest.mark.parametrize(
-    ("loss", "words"),
-    [
-        (MODEL, r"got Model\(\)\. .*supervised\(model, loss\)"),
-        (KERAS, r"got Sequential\(.*supervised\(model, loss\)"),
-        (optax.softmax_cross_entropy, r"got softmax_cross_entropy\(logits, labels"),
-        (STEP, r"got step\(state, batch\)"),
-        (lambda params, state, batch, *, rng: 0, r"got <lambda>\(params, state, batch, rng\)"),
-        ("mse", "got str"),
-    ],
-)
-@pytest.mark.parametrize("make", [lambda loss: ft.train_step(loss, TX), ft.eval_step])
-def test_what_is_no_loss_of_params_is_refused_where_a_step_is_made(make, loss, words) -> None:
-    with pytest.raises(TypeError, match=rf"loss_fn: expected .*{words}"):
-        make(loss)
-
-
-def test_a_function_that_makes_an_optimizer_is_to_be_called() -> None:
-    with pytest.raises(
-        TypeError, match=r"tx: expected .* got adam\. Call the function that makes one"
-    ):
-        ft.train_step(LOSS, optax.adam)
-
-
 @pytest.mark.parametrize("states", [{"a": STATE, "b": STATE}, ft.population.stack([STATE] * 2)])
 def test_several_states_are_not_evaluated_as_one(states) -> None:
     with pytest.raises(TypeError, match=r"state: expected a state.*get_state=.*population\.step"):
