@@ -156,9 +156,8 @@ def _reseed(state: PyTree, rng: jax.Array) -> PyTree:
             return jax.tree.map(
                 lambda old: jax.random.split(key, old.shape) if old.shape else key, variable
             )
-        if isinstance(variable, nnx.RngCount):
-            return jax.tree.map(jnp.zeros_like, variable)
-        return variable
+        is_count = isinstance(variable, nnx.RngCount)
+        return jax.tree.map(jnp.zeros_like, variable) if is_count else variable
 
     variables, structure = jax.tree.flatten(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     return jax.tree.unflatten(structure, map(seed, range(len(variables)), variables))

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -130,8 +131,7 @@ def test_attention_is_factored_and_computes_no_gradient_of_a_matrix() -> None:
     expected, of_merged_kernels = grads_and_shapes(False)
     assert not of_kernels
     assert of_merged_kernels
-    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    chex.assert_trees_all_close(grads, expected, rtol=1e-3, atol=1e-6)
 
 
 def test_a_factored_model_has_dropout_statistics_and_losses() -> None:

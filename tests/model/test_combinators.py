@@ -1,5 +1,6 @@
 """freeze, cast and remat: from one model to another."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -114,12 +115,9 @@ def test_a_frozen_model_is_the_model_and_trains_its_rest(kind) -> None:
         state, ft.train_step(ft.supervised(model, LOSS), tx), DATA, epochs=2, verbose=0
     )
     back = ft.merge_frozen(one)
-    for a, b in zip(
-        jax.tree.leaves((back.params, back.model_state)),
-        jax.tree.leaves((state.params, state.model_state)),
-        strict=True,
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(
+        (back.params, back.model_state), (state.params, state.model_state), rtol=1e-4, atol=1e-6
+    )
     assert digest(back.params["body"]) == digest(params["body"])
     assert digest(back.params["head"]) != digest(params["head"])
 
@@ -208,10 +206,7 @@ def test_products_are_computed_in_half_precision_and_statistics_kept_in_float32(
     new = update_of(model)(state, (X, Y))
     assert [x.dtype for x in jax.tree.leaves(new)] == [x.dtype for x in jax.tree.leaves(state)]
     exact = update_of(whole)(state, (X, Y))
-    for a, b in zip(
-        jax.tree.leaves(new.model_state), jax.tree.leaves(exact.model_state), strict=True
-    ):
-        np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-3)
+    chex.assert_trees_all_close(new.model_state, exact.model_state, rtol=1e-2, atol=1e-3)
 
 
 def test_whole_numbers_are_not_cast() -> None:
@@ -242,8 +237,7 @@ def test_remat_changes_what_is_kept_and_no_number(kind) -> None:
     model = MODELS[kind]()
     again = ft.remat(model, jax.checkpoint_policies.dots_saveable)
     new, expected = (jax.jit(update_of(m))(create(m), (X, Y)) for m in (again, model))
-    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(new, expected, rtol=1e-5, atol=1e-6)
     params, model_state = model.init(jax.random.key(0), X)
 
     def program(training, policy):

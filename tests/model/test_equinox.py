@@ -1,5 +1,6 @@
 """from_equinox, held against the same modules trained with Equinox and optax alone."""
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -154,10 +155,7 @@ def test_evaluation_uses_the_statistics_and_no_dropout() -> None:
     inference = eqx.nn.inference_mode(module)
     expected = jax.vmap(lambda x: inference(x, eqx_state)[0], axis_name="batch")(X)
     np.testing.assert_array_equal(evaluated.outputs, expected)
-    for ours, theirs in zip(
-        jax.tree.leaves(evaluated.model_state), jax.tree.leaves(model_state), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    chex.assert_trees_all_equal(evaluated.model_state, model_state)
 
 
 def test_a_stateful_module_trains_whatever_the_number_of_fused_steps(tmp_path) -> None:
@@ -200,8 +198,7 @@ def test_a_training_leaves_the_module_unchanged_and_usable() -> None:
     step = ft.train_step(ft.supervised(model, optax.squared_error), tx)
     ft.fit(state, step, [(X, Y)] * 2, donate=True, verbose=0)
     after = eqx.filter((module, eqx_state), eqx.is_array)
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(old, new)
+    chex.assert_trees_all_equal(before, after)
 
 
 def test_a_function_is_initialized_from_the_key() -> None:
@@ -215,8 +212,7 @@ def test_a_function_is_initialized_from_the_key() -> None:
         got = model.apply(params, model_state, X, rng=KEY, training=True)
         expected = of_instance.apply(expected_params, expected_state, X, rng=KEY, training=True)
         for a, b in [(params, expected_params), (got, expected)]:
-            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-                np.testing.assert_array_equal(x, y)
+            chex.assert_trees_all_equal(a, b)
         structures.add(jax.tree.structure((params, model_state)))
     # So that the states of several keys can be stacked, in spite of what differs in each module.
     assert len(structures) == 1

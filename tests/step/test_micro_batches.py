@@ -1,5 +1,6 @@
 import itertools
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,7 @@ def test_the_gradient_is_that_of_the_large_batch(size, weights, reduction) -> No
     cut = gradient(ft.micro_batches(loss_fn, size), PARAMS, STATE, batch)
     np.testing.assert_allclose(cut[0], loss, rtol=1e-6)
     np.testing.assert_allclose(cut[1].outputs, aux.outputs, rtol=1e-5, atol=1e-6)
-    for a, b in zip(jax.tree.leaves(cut[2]), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(cut[2], grads, rtol=1e-5, atol=1e-7)
 
 
 def test_batch_statistics_and_keys_go_from_one_micro_batch_to_the_next() -> None:
@@ -191,11 +191,9 @@ def test_members_of_a_population_are_cut_alike() -> None:
         step = ft.train_step(loss_fn, tx)
         return jax.jit(jax.vmap(step, in_axes=(0, None)))(both, (X, Y))[0].params
 
-    for a, b in zip(
-        jax.tree.leaves(new(ft.micro_batches(loss_fn, 4))), jax.tree.leaves(new(loss_fn)),
-        strict=True,
-    ):  # fmt: skip
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(
+        new(ft.micro_batches(loss_fn, 4)), new(loss_fn), rtol=1e-5, atol=1e-7
+    )
 
 
 def two_devices(kind):
@@ -215,8 +213,7 @@ def test_batches_on_several_devices_are_cut_alike(kind) -> None:
         ft.fit(state, step, data, epochs=2, sharding=where, verbose=0).state
         for where in (None, two_devices(kind))
     )
-    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(spread), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+    chex.assert_trees_all_close(alone, spread, rtol=1e-5, atol=1e-7)
 
 
 def test_each_micro_batch_lies_on_all_devices() -> None:

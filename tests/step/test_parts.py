@@ -1,5 +1,6 @@
 """Batches that are dicts, the labels and weights that metrics get, and what a loss may return."""
 
+import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -244,8 +245,7 @@ def test_a_loss_may_return_a_dict_of_logs(wrap) -> None:
     np.testing.assert_allclose(values["g/loss"], losses64().mean(), rtol=1e-6)
     np.testing.assert_allclose(values["twice"], 2 * losses64().mean(), rtol=1e-6)
     expected, _ = jax.jit(ft.train_step(own_loss, TX))(state(), batch)
-    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+    chex.assert_trees_all_close(new, expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

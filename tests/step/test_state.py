@@ -3,6 +3,7 @@ import dataclasses
 import pickle
 from typing import Any, Generic, TypeVar
 
+import chex
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -58,8 +59,8 @@ def test_apply_gradients_is_optax_by_hand() -> None:
     expected = optax.apply_updates(state.params, updates)
     new = state.apply_gradients(grads, tx)
     assert int(new.step) == 1
-    jax.tree.map(np.testing.assert_array_equal, new.params, expected)
-    jax.tree.map(np.testing.assert_array_equal, new.opt_state, opt_state)
+    chex.assert_trees_all_equal(new.params, expected)
+    chex.assert_trees_all_equal(new.opt_state, opt_state)
 
 
 @pytest.mark.parametrize("rng", [0, jax.random.PRNGKey(0), jax.random.split(jax.random.key(0))])
@@ -96,7 +97,7 @@ def test_a_subclass_behaves_as_its_base(cls) -> None:
     for twin in (copy.deepcopy(state), copy.copy(state), state.replace(), other):
         assert type(twin) is type(state)
         assert jax.tree.structure(twin) == jax.tree.structure(state)
-        jax.tree.map(np.testing.assert_array_equal, twin, state)
+        chex.assert_trees_all_equal(twin, state)
     new = jax.jit(lambda s, g: s.apply_gradients(g, optax.sgd(0.1)), donate_argnums=0)(
         state, {k: np.ones_like(v) for k, v in PARAMS.items()}
     )
@@ -110,7 +111,7 @@ def test_a_subclass_is_pickled() -> None:
     assert type(loaded) is Deeper
     names = [field.name for field in dataclasses.fields(loaded)]
     assert names[-4:] == ["average", "decay", "name", "extra"]
-    jax.tree.map(np.testing.assert_array_equal, loaded, state)
+    chex.assert_trees_all_equal(loaded, state)
 
 
 @pytest.mark.parametrize(

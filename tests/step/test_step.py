@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import keras
@@ -75,16 +76,11 @@ def by_sam(opaque):
 
 
 @pytest.mark.parametrize("opaque", [False, True])
-@pytest.mark.parametrize("way", ["step", "fit", "chain", "skip_non_finite"])
-def test_sharpness_aware_minimization_equals_that_of_optax_by_hand(way, opaque) -> None:
+def test_sharpness_aware_minimization_equals_that_of_optax_by_hand(opaque) -> None:
     key = jax.random.key(3)
-    wrap = {
-        "chain": lambda tx: optax.chain(optax.clip(100.0), tx, optax.scale(1.0)),
-        "skip_non_finite": ft.tx.skip_non_finite,
-    }.get(way, lambda tx: tx)
-    alone, tx = by_sam(opaque), wrap(by_sam(opaque))
+    tx = by_sam(opaque)
     state = make_state(tx, key)
-    params, opt_state = state.params, alone.init(state.params)
+    params, opt_state = state.params, tx.init(state.params)
 
     def gradient(params, i):
         rng = jax.random.fold_in(key, i)
@@ -94,7 +90,7 @@ def test_sharpness_aware_minimization_equals_that_of_optax_by_hand(way, opaque) 
 
     @jax.jit
     def by_hand(params, opt_state, i):
-        updates, opt_state = alone.update(
+        updates, opt_state = tx.update(
             gradient(params, i), opt_state, params, grad_fn=lambda p, _: gradient(p, i)
         )
         return optax.apply_updates(params, updates), opt_state
@@ -102,11 +98,7 @@ def test_sharpness_aware_minimization_equals_that_of_optax_by_hand(way, opaque) 
     for i in range(4):
         params, opt_state = by_hand(params, opt_state, i)
     step = ft.train_step(loss_fn, tx)
-    if way == "fit":
-        state, _ = ft.fit(state, step, [(X, Y)] * 4, fuse=4, verbose=0)
-    else:
-        for _ in range(4):
-            state, _ = jax.jit(step)(state, (X, Y))
+    state, _ = ft.fit(state, step, [(X, Y)] * 4, fuse=4, verbose=0)
     np.testing.assert_allclose(state.params["w"], params["w"], rtol=1e-6)
     assert state.model_state["calls"] == 4
 
@@ -133,8 +125,8 @@ def test_metrics_are_beside_the_state_and_do_not_touch_training() -> None:
     )
     state, logs = plain(make_state(tx), (X, Y))
     carried, logs_too = metered(metered.start(make_state(tx)), (X, Y))
-    jax.tree.map(np.testing.assert_array_equal, state, carried.state)
-    jax.tree.map(np.testing.assert_array_equal, logs, logs_too)
+    chex.assert_trees_all_equal(state, carried.state)
+    chex.assert_trees_all_equal(logs, logs_too)
     value = metered.metrics.compute(carried.metrics)["mae"]
     np.testing.assert_allclose(value, np.abs(X.sum(1, keepdims=True) - Y).mean(), rtol=1e-5)
 

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -217,8 +218,7 @@ def test_lookahead_trains_its_fast_params_and_evaluates_the_slow_ones(wrap: Any)
         updates, opt_state = tx.update(jax.grad(loss)(params.fast), opt_state, params)
         params = optax.apply_updates(params, updates)
         state, _ = step(state, (X, Y))
-    for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(params), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    chex.assert_trees_all_close(state.params, params, rtol=1e-5)
     values = ft.evaluate(state, ft.eval_step(supervised), ft.ArrayLoader((X, Y), 8))
     np.testing.assert_allclose(values["loss"], loss(params.slow), rtol=1e-5)
     outputs = ft.predict(state, ft.predict_step(model), ft.ArrayLoader(X, 8))
