@@ -1,6 +1,7 @@
 """The batches of everything that `fit` takes."""
 
 import contextlib
+import functools
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
@@ -251,8 +252,7 @@ class ArrayBatches:
         return _take(self._sliceables, rows)
 
 
-def _sliceable(arrays: Any) -> Any:
-    return array_slicing.convert_to_sliceable(arrays, target_backend="jax")
+_sliceable = functools.partial(array_slicing.convert_to_sliceable, target_backend="jax")
 
 
 def _take(sliceables: Any, rows: Any) -> Any:

@@ -48,7 +48,7 @@ class KerasBatches(Batches):
 
     Args:
       epochs: Keras's EpochIterator, from `keras_private.data.epochs`.
-      place: Puts a chunk on the devices.
+      place: Puts a chunk on the devices; None leaves that to others.
 
     Attributes:
       arrays: The data if they are dense arrays, whose rows are taken for a whole chunk; else None.
@@ -57,7 +57,7 @@ class KerasBatches(Batches):
     # The argument that errors about the data name.
     name = "x"
 
-    def __init__(self, epochs: Any, place: Callable[[PyTree], PyTree]) -> None:
+    def __init__(self, epochs: Any, place: Callable[[PyTree], PyTree] | None) -> None:
         self.data, self._place = epochs, place
         self.arrays: keras_private.data.ArrayBatches | None = epochs.arrays
         self.steps = epochs.num_batches
@@ -111,7 +111,9 @@ class KerasBatches(Batches):
         else:
             chunk = pad_chunk(_take_rows(self.arrays, list(contents())), k)
             examples = _count(first.content)
-        return Chunk(self._place(chunk), k, len(batch_events), examples, batch_events)
+        if self._place is not None:
+            chunk = self._place(chunk)
+        return Chunk(chunk, k, len(batch_events), examples, batch_events)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what distinguishes the data from others."""
@@ -220,7 +222,9 @@ def keras_batches(
     x = x.data if isinstance(x, Local) else x
     for name, part in (("x", x), ("y", y), ("sample_weight", sample_weight)):
         # All other arrays are checked chunk by chunk, since reading them all may take long.
-        in_memory = keras.tree.map_structure(_array_in_memory, part)
+        in_memory = keras.tree.map_structure(
+            lambda x: x if isinstance(x, np.ndarray) and is_cheap_to_read(x) else None, part
+        )
         require_integers_fit(in_memory, name)
     epochs = keras_private.data.epochs(
         x=x,
@@ -232,24 +236,21 @@ def keras_batches(
         **{"shuffle": False, **options},
     )
     require(epochs.num_batches != 0, "x", "at least one batch, but the data have none", x)
-    if trains:
-        _require_divisible(epochs, 1 if local is None else local.processes)
-    if local is not None:
-        # LocalBatches joins the parts of all processes, and puts them on the devices.
-        return LocalBatches(KerasBatches(epochs, lambda chunk: chunk), local)
-    return KerasBatches(epochs, _placer(trains=trains))
+    distribution = keras.distribution.distribution()
+    place: Callable[[PyTree], PyTree] | None = None
+    if distribution is not None:
+        if trains and epochs.arrays is not None:
+            _require_divisible(distribution, epochs, 1 if local is None else local.processes)
+        if local is None:
+            place = _placer(distribution, replicates=not trains)
+    batches = KerasBatches(epochs, place)
+    # LocalBatches joins the parts of all processes, and puts them on the devices.
+    return batches if local is None else LocalBatches(batches, local)
 
 
-def _array_in_memory(x: Any) -> np.ndarray | None:
-    """Returns an array that is quick to read; None for anything else."""
-    return x if isinstance(x, np.ndarray) and is_cheap_to_read(x) else None
-
-
-def _require_divisible(epochs: Any, parts: int) -> None:
+def _require_divisible(distribution: Any, epochs: Any, parts: int) -> None:
     """Raises ValueError for batches of arrays that the devices do not divide."""
-    distribution, adapter = keras.distribution.distribution(), epochs.data_adapter
-    if distribution is None or epochs.arrays is None:
-        return
+    adapter = epochs.data_adapter
     for kind, local_size in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
         size = (local_size or 0) * parts
         sharding = distribution.get_data_layout((size,)).backend_layout
@@ -263,21 +264,22 @@ def _require_divisible(epochs: Any, parts: int) -> None:
             ) from error
 
 
-def _placer(*, trains: bool) -> Callable[[PyTree], PyTree]:
+def _placer(distribution: Any, *, replicates: bool) -> Callable[[PyTree], PyTree]:
     """Returns a function that puts stacked batches where `keras.distribution` wants them.
 
     If there are several processes, each of them has the same batches, and takes the part of its
-    devices. When not training, all devices get the whole of a batch that they do not divide.
+    devices.
+
+    Args:
+      distribution: The distribution.
+      replicates: True gives all devices the whole of a batch that they do not divide.
     """
-    distribution = keras.distribution.distribution()
     placers: dict[Any, Callable[[PyTree], PyTree]] = {}
 
     def put(path: Any, x: Any) -> Any:
         sharding = distribution.get_data_layout(x.shape[1:]).backend_layout
         # A placer compares its first chunk over all processes, so one is kept for each leaf.
-        placer = chunk_placer(sharding, replicates=not trains)
+        placer = chunk_placer(sharding, replicates=replicates)
         return placers.setdefault((path, sharding.spec), placer)(x)
 
-    if distribution is None:
-        return lambda batches: batches
     return lambda batches: jax.tree_util.tree_map_with_path(put, batches)

@@ -113,10 +113,18 @@ class BatchCallbacks:
         self._call(self._begin_method, batch, None)
 
     def end_chunk(self, event: ChunkEnd) -> None:
-        """Calls the methods that end batches, after the program of their chunk was dispatched."""
-        # Fetching the rows waits for the device, so it is done only if a callback needs them.
-        if self.acting:
-            self._replay(event.batch_info, fetch_rows(event.rows, event.steps))
+        """Calls the methods for the batches of a chunk; the first one has begun already.
+
+        This waits until the program of the chunk has run.
+        """
+        rows = fetch_rows(event.rows, event.steps)
+        for i, events in enumerate(event.batch_info):
+            if i:
+                self._call(self._begin_method, events.begin, None)
+            logs = self._logs(row_of_step(rows, i), events)
+            self._call(self._end_method, events.end, logs)
+            if events.end is not None and self._ends_training(logs):
+                break
 
     def show_progress(self, event: ChunkEnd) -> None:
         """Shows the last batch of a chunk that has run."""
@@ -130,16 +138,6 @@ class BatchCallbacks:
         for bar in self.bars:
             end_batch = getattr(bar, self._end_method)
             end_batch(event.batch_info[ends[-1]].end, logs=keras_private.callbacks.as_floats(logs))
-
-    def _replay(self, batch_events: list[BatchEvents], rows: PyTree) -> None:
-        """Calls the methods for the batches of a chunk; the first one has begun already."""
-        for i, events in enumerate(batch_events):
-            if i:
-                self._call(self._begin_method, events.begin, None)
-            logs = self._logs(row_of_step(rows, i), events)
-            self._call(self._end_method, events.end, logs)
-            if events.end is not None and self._ends_training(logs):
-                break
 
     def _ends_training(self, logs: PyTree) -> bool:
         """Returns True if TerminateOnNaN ended training with this batch.
@@ -198,13 +196,11 @@ def _may_end_at_batch(callback: Any) -> bool:
 
 def wrap_loggers(callbacks: Any) -> Any:
     """Returns callbacks with each logger of functrain wrapped in a `LoggerCallback`."""
-
-    def wrap(callback: Any) -> Any:
-        # A CSVLogger has a trigger, and Keras's callbacks have nothing that would ask it.
-        is_logger = isinstance(callback, Logger) and not hasattr(callback, "every")
-        return LoggerCallback(callback) if is_logger else callback
-
-    return keras.tree.map_structure(wrap, callbacks)
+    # A CSVLogger has a trigger, and Keras's callbacks have nothing that would ask it.
+    return keras.tree.map_structure(
+        lambda x: LoggerCallback(x) if isinstance(x, Logger) and not hasattr(x, "every") else x,
+        callbacks,
+    )
 
 
 def loggers_among(callbacks: Any) -> list["LoggerCallback"]:

@@ -92,8 +92,7 @@ def require_arguments(
 def require_validation_arguments(split: Any, freq: Any) -> None:
     """Raises ValueError for wrong values of `validation_split` and `validation_freq`."""
     # True is an int in Python, and a mistake here.
-    is_scalar = isinstance(split, numbers.Real) or getattr(split, "shape", None) == ()
-    is_number = is_scalar and not isinstance(split, bool)
+    is_number = np.ndim(split) == 0 and not isinstance(split, bool | str)
     is_fraction = split is None or (is_number and 0 <= split < 1)
     expected = "a fraction of the arrays, from 0 to below 1"
     require(is_fraction, "validation_split", expected, split)
@@ -170,7 +169,8 @@ def _array_shapes(batches: Batches) -> tuple[PyTree, PyTree]:
 
 def require_fit(model: keras.Model, callbacks: Any, *, has_checkpointer: bool) -> None:
     """Raises ValueError for callbacks and models that cannot be fitted together."""
-    require_use()
+    if keras.distribution.distribution() is not None:
+        require_use()
     if jax.process_count() > 1:
         _require_distributed(model)
     # A LossScaleOptimizer has the optimizer inside it.

@@ -204,8 +204,8 @@ class KerasHook:
         self._last_chunk = event
         for events in event.batch_info:
             self._steps_in_execution = self._steps_in_execution + 1 if events.end is None else 0
-        self.calls.end_chunk(event)
         if self.calls.acting:
+            self.calls.end_chunk(event)
             self.values.update(event)
         self._stop_if_asked(event)
 
