@@ -246,13 +246,6 @@ def test_no_label_that_is_no_class_and_no_nan_is_among_the_largest(k) -> None:
         assert running(metric, [(scores, y, None)]) == top_k_in_float64(k, scores, y)
 
 
-def test_the_largest_alone_is_the_accuracy() -> None:
-    outputs, labels, _ = BATCHES[0]
-    batches = [(outputs, np.where(labels > 3, -1, labels), None)]
-    top, plain = ft.metrics.top_k_accuracy(1), ft.metrics.accuracy()
-    assert running(top, batches) == running(plain, batches)
-
-
 @pytest.mark.parametrize("make", [ft.metrics.accuracy, lambda: ft.metrics.top_k_accuracy(2)])
 @pytest.mark.parametrize("shape", [(4, 1), (4,)])
 def test_one_score_an_example_has_no_largest_class(make, shape) -> None:

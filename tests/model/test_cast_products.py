@@ -7,20 +7,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 
 import functrain as ft
-
-
-class Scaled(nn.Module):
-    dtype: object = None
-
-    @nn.compact
-    def __call__(self, x):
-        x = x.astype(self.dtype or jnp.float32) / 255  # widens
-        return nn.Dense(2, name="head")(nn.relu(nn.Conv(4, (3, 3), name="conv")(x)).mean((1, 2)))
 
 
 class Language(nnx.Module):
@@ -47,10 +37,8 @@ class Scanned(nn.Module):
         return jax.lax.scan(step, start, jnp.moveaxis(x, 1, 0))[0]
 
 
-IMAGES = np.ones((2, 6, 6, 3), np.uint8)
 TOKENS = np.ones((2, 5), np.int32)
 MODELS = {
-    "images": (lambda dtype: ft.from_linen(Scaled(dtype)), IMAGES),
     "nnx.Embed": (lambda dtype: ft.from_nnx(lambda rngs: Language(rngs, dtype)), TOKENS),
     "scan": (lambda dtype: ft.from_linen(Scanned(dtype)), np.ones((2, 3, 4), np.int8)),
 }
@@ -95,20 +83,3 @@ def test_a_model_that_cannot_be_traced_raises_its_own_error_alone() -> None:
     model = ft.cast(ft.Model(lambda key, x: ({}, {}), ft.from_linen(Broken()).apply))
     with pytest.raises(RuntimeError, match="mine"):
         jax.jit(lambda x: model.apply({}, {}, x).outputs)(np.ones(3, np.float32))
-
-
-@pytest.mark.filterwarnings("ignore:cast")
-@pytest.mark.parametrize(
-    ("dtype", "expected"), [(None, "3 in float32"), (jnp.bfloat16, "bfloat16")]
-)
-def test_a_summary_shows_the_dtypes_of_the_products(dtype, expected) -> None:
-    model = ft.cast(ft.from_nnx(lambda rngs: Language(rngs, dtype)))
-    params, model_state = model.init(jax.random.key(0), TOKENS)
-    tx = optax.sgd(0.1)
-    state = ft.TrainState.create(params=params, model_state=model_state, tx=tx)
-    loss = optax.softmax_cross_entropy_with_integer_labels
-    step = ft.train_step(ft.supervised(model, loss), tx)
-    text = ft.inspect.summary(state, step=step, batch=(TOKENS, TOKENS))
-    (line,) = [x for x in text.splitlines() if x.startswith("products of matrices")]
-    # The product of the head, and its gradients by the inputs and the kernel.
-    assert expected in line

@@ -10,6 +10,8 @@ import pytest
 
 import functrain as ft
 
+from ..conftest import digest
+
 KEY = jax.random.key(7)
 X = np.linspace(-1, 1, 32 * 5, dtype=np.float32).reshape(32, 5)
 Y = np.sin(X @ np.ones((5, 2), np.float32))
@@ -38,25 +40,6 @@ class CNN(eqx.Module):
         for layer in self.layers:
             x = layer(x)
         return x
-
-
-class RNN(eqx.Module):
-    """The network of Equinox's example of a recurrent network: a GRU over a sequence."""
-
-    cell: eqx.nn.GRUCell
-    linear: eqx.nn.Linear
-
-    def __init__(self, key):
-        cell_key, linear_key = jax.random.split(key)
-        self.cell = eqx.nn.GRUCell(1, 8, key=cell_key)
-        self.linear = eqx.nn.Linear(8, 2, key=linear_key)
-
-    def __call__(self, sequence):
-        def advance(hidden, x):
-            return self.cell(x[None], hidden), None
-
-        hidden, _ = jax.lax.scan(advance, jnp.zeros(8), sequence)
-        return self.linear(hidden)
 
 
 class Stateful(eqx.Module):
@@ -103,7 +86,6 @@ def cross_entropy(outputs, y):
 CASES = {
     "MLP": (lambda: eqx.nn.MLP(5, 2, 8, depth=2, key=KEY), optax.squared_error, (X, Y)),
     "CNN": (lambda: CNN(KEY), cross_entropy, (IMAGES, CLASSES)),
-    "RNN": (lambda: RNN(KEY), optax.squared_error, (X, Y)),
 }
 
 
@@ -142,9 +124,7 @@ def test_statistics_and_dropout_equal_those_of_equinox() -> None:
     expected, expected_state = mapped(X, eqx_state, jax.random.split(KEY, len(X)))
     np.testing.assert_array_equal(outputs, expected)
     assert losses == ()
-    leaves = zip(jax.tree.leaves(new_state["state"]), jax.tree.leaves(expected_state), strict=True)
-    for ours, theirs in leaves:
-        np.testing.assert_array_equal(ours, theirs)
+    assert digest(new_state["state"]) == digest(expected_state)
 
 
 def test_evaluation_uses_the_statistics_and_no_dropout() -> None:
@@ -170,9 +150,7 @@ def test_a_stateful_module_trains_whatever_the_number_of_fused_steps(tmp_path) -
     resumed = ft.fit(
         state, step, data, epochs=4, fuse=4, checkpointer=ft.Checkpointer(tmp_path), verbose=0
     ).state
-    for a, b in zip(jax.tree.leaves(straight), jax.tree.leaves(resumed), strict=True):
-        if not jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
-            np.testing.assert_array_equal(a, b)
+    assert digest(straight) == digest(resumed)
     np.testing.assert_array_equal(straight.model_state["arrays"].order, [1, 0])
 
 

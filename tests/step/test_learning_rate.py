@@ -86,17 +86,3 @@ def test_the_rate_that_a_line_search_found_is_logged(name: str) -> None:
 def test_a_number_for_the_schedule_is_refused() -> None:
     with pytest.raises(TypeError, match=r"learning_rate: expected the schedule.*got 0\.001"):
         ft.train_step(loss_fn, optax.sgd(1e-3), learning_rate=1e-3)
-
-
-@pytest.mark.parametrize("wrap", [lambda tx: tx, ft.tx.skip_non_finite, optax.chain])
-def test_a_step_of_ones_own_reads_the_rate_that_was_applied(wrap) -> None:
-    tx = wrap(optax.inject_hyperparams(optax.sgd)(learning_rate=FALLING))
-
-    def step(state, batch):
-        new, _, _ = ft.update(state, loss_fn, tx, batch)
-        return new, {"moved": state.params["w"] - new.params["w"], **ft.tx.logged(new)}
-
-    state = ft.TrainState.create(params={"w": np.float32(0)}, tx=tx)
-    _, history = ft.fit(state, step, [np.ones(1)] * 4, verbose=0)
-    np.testing.assert_allclose(history.steps["learning_rate"], history.steps["moved"], atol=1e-6)
-    assert history.epochs["learning_rate"] == history.steps["learning_rate"][-1]
