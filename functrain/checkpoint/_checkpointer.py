@@ -201,8 +201,6 @@ class Checkpointer:
           CheckpointMismatchError: It has another model, optimizer or dtype; each leaf is named.
           CheckpointCorruptError: It is damaged; with `step=None`, all of them are.
         """
-        if step is not None:
-            require_integer("step", step, 0)
         return self._read(lambda manifest: {STATE: like}, step)[0]
 
     def verify(self, step: int | None = None) -> dict[int, str]:
@@ -214,8 +212,6 @@ class Checkpointer:
         Returns:
           The damage by step; empty if all checkpoints are intact.
         """
-        if step is not None:
-            require_integer("step", step, 0)
         self.wait()
         return _directory.verify(self.directory, step)
 
@@ -227,12 +223,6 @@ class Checkpointer:
           CheckpointCorruptError: The checkpoint is damaged. Nothing was removed.
           RuntimeError: Another process or checkpointer writes to the directory.
         """
-        require_integer("step", step, 0)
-
-        def remove_later() -> None:
-            for later_step in _directory.later_steps(self.directory, step):
-                _directory.remove(self.directory, later_step)
-
         with self._save_lock:
             self.wait()
             group = _processes.main_group
@@ -241,13 +231,12 @@ class Checkpointer:
                 # Otherwise a rollback to a damaged checkpoint could leave no intact one. Verified
                 # before the locking, which creates the directory.
                 _checkpoint.verify(_directory.path_of(self.directory, step))
-            is_writer = group.call_on_first(self._lock.is_held)
-            group.call_on_first(self._require_writable)
+            was_locked = group.call_on_first(self._require_writable)
             try:
-                group.call_on_first(remove_later)
+                group.call_on_first(lambda: _directory.remove_later(self.directory, step))
             finally:
                 # The run that resumes may have another checkpointer.
-                if not is_writer:
+                if not was_locked:
                     self._lock.release()
 
     def wait(self) -> None:
@@ -265,9 +254,9 @@ class Checkpointer:
 
     # Used by runs, in `functrain/loop/_saving.py`.
 
-    def _require_writable(self) -> None:
-        """Creates and locks the directory; RuntimeError if another checkpointer writes to it."""
-        _directory.acquire(self._lock, self.directory)
+    def _require_writable(self) -> bool:
+        """Creates and locks the directory. Returns True if it was locked before."""
+        return _directory.acquire(self._lock, self.directory)
 
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than every saved one."""
@@ -316,8 +305,6 @@ class Checkpointer:
         flat_values = split_members(values)
         with _processes.main_group.raise_in_all():
             path = _directory.path_of(self.directory, position.step)
-            expected = "a step of at most twelve digits"
-            require(position.step < 10**12, self.directory, expected, position.step)
             arrays, encoded_documents = _leaves.named_leaves(trees), {}
             for name, document in documents.items():
                 encoded = _manifest.encode(document, f"{DOCUMENTS}/{name}", arrays)

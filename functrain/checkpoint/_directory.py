@@ -17,7 +17,7 @@ from functrain.checkpoint._errors import (
 from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name
 from functrain.checkpoint._manifest import read_manifest
 from functrain.common import _direction
-from functrain.common._checks import require
+from functrain.common._checks import is_integer, require
 from functrain.common._warnings import warn
 
 _T = TypeVar("_T")
@@ -31,6 +31,8 @@ def steps(directory: str) -> list[int]:
 
 def path_of(directory: str, step: int) -> str:
     """Returns the path where the checkpoint of a step belongs."""
+    expected = "an integer of at least 0, of at most twelve digits"
+    require(is_integer(step, 0) and step < 10**12, "step", expected, step)
     return os.path.join(directory, f"{step:012d}")
 
 
@@ -107,13 +109,13 @@ def verify(directory: str, step: int | None) -> dict[int, str]:
 # For the writer of a directory.
 
 
-def acquire(lock: Any, directory: str) -> None:
+def acquire(lock: Any, directory: str) -> bool:
     """Creates and locks a directory, and cleans up what killed saves left.
 
-    Raises RuntimeError if another checkpointer writes to it. Reading needs no lock.
+    Returns True if it was locked before. Raises RuntimeError if another checkpointer writes to it.
     """
     if lock.is_held():
-        return
+        return True
     files_at(directory).make_directory(directory)
     lock.acquire()
     try:
@@ -121,6 +123,7 @@ def acquire(lock: Any, directory: str) -> None:
     except BaseException:
         lock.release()
         raise
+    return False
 
 
 def remove(directory: str, step: int) -> None:
@@ -155,15 +158,21 @@ def remove_surplus(
                 )
 
 
-def later_steps(directory: str, step: int) -> list[int]:
+def _later_steps(directory: str, step: int) -> list[int]:
     """Returns the steps after one, the last one first: a kill while removing leaves no gap."""
     return [x for x in reversed(steps(directory)) if x > step]
+
+
+def remove_later(directory: str, step: int) -> None:
+    """Removes the checkpoints of later steps."""
+    for later_step in _later_steps(directory, step):
+        remove(directory, later_step)
 
 
 def set_aside_later(directory: str, step: int) -> None:
     """Renames the checkpoints of later steps, which are damaged."""
     files = files_at(directory)
-    for later_step in later_steps(directory, step):
+    for later_step in _later_steps(directory, step):
         new_path = os.path.join(directory, f"damaged-{later_step:012d}")
         files.delete(new_path, list(files.names(new_path)))
         with contextlib.suppress(OSError):

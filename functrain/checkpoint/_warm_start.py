@@ -2,8 +2,8 @@
 
 import functools
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from functrain.checkpoint._checkpoint import read_unless_replaced
 from functrain.checkpoint._directory import read_newest, steps
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._files import resolve_path
-from functrain.checkpoint._manifest import STATE, parse_spec
+from functrain.checkpoint._manifest import STATE
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
@@ -23,12 +23,11 @@ from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
 
 Rename = Callable[[str], str]
+_FLOATS = ("float", "bfloat")  # beginnings of specs
 
 
 class WarmStart(NamedTuple):
     """What `warm_start` returns: the state, and a report of its leaves.
-
-    Its `repr` is a table of at most six lines.
 
     Attributes:
       state: The state with the leaves of the file.
@@ -79,13 +78,12 @@ def warm_start(
 ) -> WarmStart:
     """Replaces leaves of a state by those of a file; all others are unchanged.
 
-    Leaves are matched by path, and taken as they are. PyTorch stores the matrices of `Linear` as
-    `[outputs, inputs]` and kernels of convolutions as `[outputs, inputs, height, width]`, so they
-    must be transposed for most layers of flax and Keras before the file is written.
+    Leaves are matched by path, and taken as they are. Those of PyTorch must be transposed for most
+    layers of flax and Keras before the file is written.
 
-    Patterns match paths of the state, as for files: `*` stands for one
-    part of a path, `**` for any number of them: ``"params/encoder/**"``, ``"**/kernel"``. A leaf
-    that the file does not have under its path is also looked for where it is with and without
+    Patterns match paths of the state, as for files: `*` stands for one part of a path, `**` for any
+    number of them: ``"params/encoder/**"``, ``"**/kernel"``. A leaf that the file does not have
+    under its path is also looked for where it is with and without
     `freeze`: ``params/body/kernel`` fills ``model_state/frozen/body/kernel``, and vice versa. The
     base of a model of `lora` is filled in the same way. Patterns match both paths of such a leaf.
 
@@ -136,22 +134,19 @@ def warm_start(
         unchanged     ...
     """
     leaves = _state_leaves(state)
-    expected = "a function from paths in the file to paths in the state"
-    is_rename = rename is None or callable(rename)
-    require(is_rename, "rename", expected, rename, error=TypeError)
     take_patterns = None if take is None else _patterns.as_patterns("take", take)
     skip_patterns = _patterns.as_patterns("skip", skip)
     requested, skipped = [], []
     copied = _copied_params(state, leaves)
     merged = merged_paths(leaves, with_lora=True)
-    for path, is_taken in zip(leaves, _taken_by_default(state), strict=True):
-        paths = {path, merged[path]}
+    for name, is_taken in zip(leaves, _taken_by_default(state), strict=True):
+        paths = {name, merged[name]}
         if take_patterns is not None:
-            is_taken = _matches_any(take_patterns, paths)
-        if _matches_any(skip_patterns, paths):
-            skipped.append(path)
+            is_taken = any(_patterns.any_matches(take_patterns, path) for path in paths)
+        if any(_patterns.any_matches(skip_patterns, path) for path in paths):
+            skipped.append(name)
         elif is_taken:
-            requested.append(path)
+            requested.append(name)
 
     def read(file: str) -> WarmStart:
         with open_arrays(file) as arrays:
@@ -160,7 +155,11 @@ def warm_start(
             _require_used_patterns(file, names, known_paths, take_patterns, skip_patterns)
             loaded = {path: names[path] for path in requested if path in names}
             if not loaded:
-                _raise_nothing_to_take(file, names, requested)
+                raise CheckpointMismatchError(
+                    f"{file}: expected leaves to take, such as {requested[:1]}, got only others, "
+                    f"such as {list(names)[:1]}. Pass rename=, a function from paths in the file "
+                    "to paths in the state, or use bridge.warm_start for a file of Keras."
+                )
             specs = {path: arrays.specs[name] for path, name in loaded.items()}
             _require_same_specs(file, specs, leaves, cast)
             _require_values({path: leaves[path] for path in _without(leaves, loaded)})
@@ -288,27 +287,12 @@ def _require_used_patterns(
     checks += [("take", pattern, leaves, "the state") for pattern in take or ()]
     checks += [("take", pattern, names, source) for pattern in take or ()]
     for name, pattern, paths, place in checks:
-        if not _matches_any([pattern], paths):
+        if not any(_patterns.matches(pattern, path) for path in paths):
             close = " or ".join(map(repr, _patterns.closest_patterns(pattern, list(paths))))
             raise ValueError(
                 f"{name}: expected a pattern of paths in {place}, got {pattern!r}, which matches "
                 f"none. Nearest: {close or 'nothing'}. To translate paths of a file: rename=."
             )
-
-
-def _matches_any(patterns: Iterable[str], paths: Iterable[str]) -> bool:
-    return any(_patterns.any_matches(patterns, path) for path in paths)
-
-
-def _raise_nothing_to_take(
-    source: str, names: Mapping[str, str], requested: Sequence[str]
-) -> NoReturn:
-    in_file, in_state = next(iter(names), "nothing"), next(iter(requested), "nothing")
-    raise CheckpointMismatchError(
-        f"{source}: expected leaves to take, got none: it has, for one, {in_file}, and {in_state} "
-        "is asked for. Pass rename=, a function from paths in the file to paths in the state, or "
-        "use bridge.warm_start for a file of Keras."
-    )
 
 
 def _require_same_specs(
@@ -318,9 +302,10 @@ def _require_same_specs(
     lines = []
     for path, spec in specs.items():
         state_spec = _tree.strong_spec(leaves[path])
-        shape = _float_shape(spec)
-        is_castable = shape is not None and shape == _float_shape(state_spec)
-        if spec != state_spec and not (cast and is_castable):
+        # Floating-point numbers only, of the same shape.
+        are_floats = spec.startswith(_FLOATS) and state_spec.startswith(_FLOATS)
+        is_same_shape = spec.partition("[")[2] == state_spec.partition("[")[2]
+        if spec != state_spec and not (cast and are_floats and is_same_shape):
             lines.append(f"{path}: the file has {spec}, the state {state_spec}")
     require_no_problems(
         source,
@@ -330,15 +315,6 @@ def _require_same_specs(
         "unchanged: skip= their paths.",
         error=CheckpointMismatchError,
     )
-
-
-def _float_shape(spec: str) -> tuple[int, ...] | None:
-    """Returns the shape of a spec of floating-point numbers, None for any other dtype."""
-    try:
-        dtype, shape = parse_spec(spec)
-    except (TypeError, ValueError):  # a key, or a dtype that JAX does not know
-        return None
-    return shape if jnp.issubdtype(dtype, jnp.floating) else None
 
 
 def _require_values(leaves: Mapping[str, Any]) -> None:

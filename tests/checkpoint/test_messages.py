@@ -37,7 +37,6 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "rollback": (lambda: saver().rollback(-1), ValueError, "step: .*got -1"),
     "source": (lambda: ft.warm_start(STATE, None), TypeError, "source: expected a path.*None"),  # type: ignore[arg-type]
     "take": (lambda: ft.warm_start(STATE, "s", take=3), TypeError, "take: .*patterns?.*got int"),  # type: ignore[arg-type]
-    "rename": (lambda: ft.warm_start(STATE, "s", rename={}), TypeError, "rename: .*function"),  # type: ignore[arg-type]
     "a run below a file": (lambda: ft.Checkpointer("file/x").save(STATE, 1), OSError, "file/x"),
 }
 

@@ -277,7 +277,7 @@ def test_what_a_run_chose_as_its_result_is_taken_rather_than_its_last_state(tmp_
         ({"take": "params/encoder"}, r"Nearest: 'params/encoder/\*\*'\."),
         ({"take": ["params/**", "params/hed/*"]}, r"got 'params/hed/\*'.*params/head"),
         ({"skip": "params/hed/**"}, r"skip: .*Nearest: 'params/head/\*\*'"),
-        ({"rename": lambda path: f"x/{path}"}, r"got none: .*for one, x/step, .*rename"),
+        ({"rename": lambda path: f"x/{path}"}, r"got only others, such as .*x/step.*rename"),
         ({"rename": lambda path: "same"}, r"rename\('params/encoder.*got 'same'. .* has 'step'"),
     ],
 )  # fmt: skip
@@ -325,7 +325,7 @@ def test_the_report_is_a_table_of_a_few_lines(old) -> None:
 
 def test_a_checkpoint_without_leaves_is_refused_as_one_that_has_nothing_to_take(tmp_path) -> None:
     ft.save(tmp_path / "empty", {})
-    with pytest.raises(ft.CheckpointMismatchError, match="expected leaves to take, got none"):
+    with pytest.raises(ft.CheckpointMismatchError, match="expected leaves to take"):
         ft.warm_start({"w": jnp.ones(2)}, tmp_path / "empty")
 
 
