@@ -56,20 +56,15 @@ def is_explicit(sharding: NamedSharding | None) -> bool:
 
 
 def chunk_placer(
-    sharding: NamedSharding | None, *, replicates: bool = False
-) -> Callable[[PyTree], PyTree] | None:
+    sharding: NamedSharding, *, replicates: bool = False
+) -> Callable[[PyTree], PyTree]:
     """Returns a function that puts a chunk on the devices: a batch's sharding, after an axis of K.
 
     Args:
       sharding: The sharding of one batch.
       replicates: True to replicate a batch that the devices do not divide evenly, instead of
         raising ValueError.
-
-    Returns:
-      The function; None without a sharding.
     """
-    if sharding is None:
-        return None
     chunked, is_compared = _chunk_sharding(sharding), False
 
     def place(batches: PyTree) -> PyTree:

@@ -69,15 +69,16 @@ class Evaluate:
         sharding: ShardingArg = None,
         jit: bool = True,
     ) -> None:
-        options: dict[str, Any] = {"rewrites": rewrites, "sharding": sharding, "jit": jit}
-        self.evaluation = Evaluation(step, data, fuse=fuse, **options)
+        self.evaluation = Evaluation(
+            step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit
+        )
         self.step, self.batches = step, self.evaluation.batches
         self.data = self.batches.data
         self.every = as_trigger(every, Every(epochs=1))
         self.prefix = prefix
         # A loss that stays NaN would otherwise warn in every epoch.
         self._has_warned = False
-        self.require_same_steps([self.evaluation.sharding])
+        self.require_same_steps([self.evaluation.arguments.sharding])
 
     def __repr__(self) -> str:
         return _repr.call(self, data=self.data, every=self.every, prefix=self.prefix)

@@ -20,7 +20,7 @@ from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
 from functrain.engine._processes import require_same_run
 from functrain.engine._trigger import Trigger, require_triggers
-from functrain.loop._require import require_state, require_training_step
+from functrain.loop._require import require_all_examples, require_state, require_training_step
 from functrain.rewrites import Mode
 
 
@@ -102,6 +102,17 @@ def run_arguments(
             boundaries=arguments.boundaries,
         )
     return arguments
+
+
+def pass_arguments(data: Any, *, sharding: _placement.ShardingArg, **options: Any) -> RunArguments:
+    """Checks and converts the arguments of `evaluate` and `predict`: one pass over all examples."""
+    batches = as_batches(data)
+    require_all_examples(batches)
+    batch_sharding = None if sharding is None else _placement.batch_sharding(sharding)
+    position = Position()
+    return RunArguments(
+        batches=batches, epochs=1, position=position, sharding=batch_sharding, **options
+    )
 
 
 def _epochs(

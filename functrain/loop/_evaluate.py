@@ -8,7 +8,6 @@ import jax
 from functrain.common import _tree
 from functrain.common._log_values import to_values
 from functrain.common._types import PyTree
-from functrain.data._adapt import as_batches
 from functrain.data._batches import batch_signature
 from functrain.engine import _placement
 from functrain.engine._driver import Driver, copy_arrays
@@ -23,9 +22,9 @@ from functrain.engine._programs import (
     metric_names,
 )
 from functrain.engine._signals import DeferredSignals
+from functrain.loop._arguments import RunArguments, pass_arguments
 from functrain.loop._finite import warn_of_loss
 from functrain.loop._require import (
-    require_all_examples,
     require_batches,
     require_constant,
     require_eval_step,
@@ -95,34 +94,20 @@ def evaluate(
 
 
 class Evaluation:
-    """The arguments of an evaluation but for the state, checked once; those of `evaluate`."""
+    """The arguments of an evaluation except for the state, checked once; those of `evaluate`."""
 
-    def __init__(
-        self,
-        step: MeteredStep,
-        data: Any,
-        *,
-        fuse: FuseArg = "auto",
-        rewrites: Mode = "auto",
-        sharding: _placement.ShardingArg = None,
-        jit: bool = True,
-    ) -> None:
+    def __init__(self, step: MeteredStep, data: Any, **options: Any) -> None:
         require_eval_step(step)
-        self.step, self.batches, self.jit = step, as_batches(data), jit
-        self.sharding = None if sharding is None else _placement.batch_sharding(sharding)
-        self._fuse, self._rewrites = fuse, rewrites
         # Raises an error for metrics whose values are no scalars.
         metric_names(step)
+        self.step, self.arguments = step, pass_arguments(data, **options)
+        self.batches = self.arguments.batches
         step.require_data(self.batches.data, self.batches.name)
-        require_all_examples(self.batches)
-        # Padding and masking would not do: a loss returns only the mean over its batch, from which
-        # the padding cannot be removed, and batch statistics or contrastive losses depend on the
-        # whole batch. Computed whole on every device, the last batch is exact for every loss.
-        self._place = _placement.chunk_placer(self.sharding, replicates=True)
 
     def require_same_in_processes(self) -> None:
         """Raises ValueError unless all processes have the same data and arguments."""
-        require_same_run(self.batches, self.sharding, fuse=self._fuse)
+        arguments = self.arguments
+        require_same_run(self.batches, arguments.sharding, fuse=arguments.fuse)
 
     def trace(self, state: PyTree, *, can_trace: bool = True) -> frozenset[str]:
         """Traces the step with the first batch, so that its errors surface at once.
@@ -139,10 +124,10 @@ class Evaluation:
         """
         batch = self.batches.first()
         require_batches(int(batch is not None), name=self.batches.name)
-        if not (self.jit and can_trace):
+        if not (self.arguments.jit and can_trace):
             return metric_names(self.step)
         shapes = [batch]
-        if self.sharding is not None:
+        if self.arguments.sharding is not None:
             # A step may divide batches itself, as with jax.shard_map, and fail for a smaller last
             # one.
             shapes += self.batches.known_shapes()
@@ -160,14 +145,13 @@ class Evaluation:
     def measure(self, state: PyTree) -> dict[str, Any]:
         """Returns the values of the metrics over all of the data."""
         step, batches, signals = self.step, self.batches, DeferredSignals()
-        driver = Driver(step, EVALUATION, rewrites=self._rewrites, jit=self.jit, place=self._place)
         metrics = _placement.replicate_beside(copy_arrays(initial_metrics(step, state)), state)
-        if self.sharding is not None:
-            metrics, state = _placement.place_on_mesh((metrics, state), self.sharding)
-        driver.begin(metrics, state)
-        batches.begin(0)
-        chip = None if driver.platform == "cpu" else accelerator_of(state)
-        plan = Plan(self._fuse, intervals=lambda batch: [batches.full_steps], chip=chip)
+        driver = begin_pass(step, EVALUATION, self.arguments, state, metrics)
+        plan = Plan(
+            self.arguments.fuse,
+            intervals=lambda batch: [batches.full_steps],
+            chip=None if driver.platform == "cpu" else accelerator_of(state),
+        )
         steps = 0
         for chunk in chunks(batches, plan):
             driver.run(chunk)
@@ -180,6 +164,23 @@ class Evaluation:
     def warn_of_loss(self, values: dict[str, Any], state: PyTree) -> bool:
         """Warns if the loss is not finite; returns True if it has warned."""
         return warn_of_loss(values, state.active if self.step.is_population else None)
+
+
+def begin_pass(
+    step: Any, kind: Kind, arguments: RunArguments, state: PyTree, carry: PyTree
+) -> Driver:
+    """Begins a pass over data that leaves the state alone; returns the driver for its chunks."""
+    sharding, place = arguments.sharding, None
+    if sharding is not None:
+        # Padding and masking would not do: a loss returns only the mean over its batch, from which
+        # the padding cannot be removed, and batch statistics or contrastive losses depend on the
+        # whole batch. Computed whole on every device, the last batch is exact for every loss.
+        place = _placement.chunk_placer(sharding, replicates=True)
+        carry, state = _placement.place_on_mesh((carry, state), sharding)
+    driver = Driver(step, kind, rewrites=arguments.rewrites, jit=arguments.jit, place=place)
+    driver.begin(carry, state)
+    arguments.batches.begin(0)
+    return driver
 
 
 def _trace(step: MeteredStep, state: PyTree, batch: PyTree) -> None:

@@ -73,7 +73,7 @@ class Loop:
             self.step,
             rewrites=arguments.rewrites,
             jit=arguments.jit,
-            place=_placement.chunk_placer(arguments.sharding),
+            place=arguments.sharding and _placement.chunk_placer(arguments.sharding),
         )
         self._epoch_end_is_pending = resumed is not None and resumed.epoch_end_is_pending
         self._epoch_is_over = resumed is not None and resumed.nothing_left

@@ -9,19 +9,19 @@ import numpy as np
 from functrain.common import _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree, Step
-from functrain.data._adapt import as_batches
 from functrain.data._batch import example_count
 from functrain.data._batches import Batches, Chunk
 from functrain.data._loader import ArrayLoader
 from functrain.engine import _placement
-from functrain.engine._driver import Driver
 from functrain.engine._guards import tracing_guards
 from functrain.engine._plan import FuseArg, Plan, chunks, nbytes, prediction_interval
 from functrain.engine._processes import require_same_run
 from functrain.engine._programs import Kind, cached_program
 from functrain.engine._signals import DeferredSignals
+from functrain.loop._arguments import pass_arguments
+from functrain.loop._evaluate import begin_pass
 from functrain.loop._events import fetch_rows
-from functrain.loop._require import require_all_examples, require_batches, require_constant
+from functrain.loop._require import require_batches, require_constant
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit
 from functrain.step._eval import check_predict_step
@@ -76,17 +76,13 @@ def predict(
     """
     require_constant(state)
     check_predict_step(step)
-    mesh_sharding = _placement.batch_sharding(sharding)
-    batches = as_batches(data)
-    require_all_examples(batches)
+    arguments = pass_arguments(data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit)
+    batches = arguments.batches
     shuffles = isinstance(batches.data, ArrayLoader) and batches.data.shuffle
     expected = "all of the data in order, from a loader with shuffle=False"
     require(not shuffles, batches.name, expected, batches.data)
-    require_same_run(batches, mesh_sharding, fuse=fuse)
-    place = _placement.chunk_placer(mesh_sharding, replicates=True)
-    driver = Driver(step, PREDICTION, rewrites=rewrites, jit=jit, place=place)
-    driver.begin((), _placement.place_on_mesh(state, mesh_sharding))
-
+    require_same_run(batches, arguments.sharding, fuse=fuse)
+    driver = begin_pass(step, PREDICTION, arguments, state, ())
     plan = prediction_plan(
         fuse,
         batches,
@@ -109,7 +105,6 @@ def predict(
             # Of a fit, one of whose hooks this is.
             signals.handle_pending()
 
-    batches.begin(0)
     # Outputs are fetched in order, while later chunks are computed.
     parts = fetch_outputs(dispatched())
     require_batches(len(parts))
