@@ -17,7 +17,7 @@ from functrain.checkpoint._manifest import DOCUMENTS, STATE
 from functrain.checkpoint._writer import Writer
 from functrain.common import _direction, _repr
 from functrain.common._checks import is_positive, require, require_instance, require_integer
-from functrain.common._log_values import require_numbers, split_members
+from functrain.common._log_values import split_members
 from functrain.common._types import PyTree
 from functrain.engine._position import Position, as_position
 from functrain.engine._trigger import Every, Trigger, as_trigger
@@ -166,7 +166,6 @@ class Checkpointer:
         """
         with self._save_lock:
             with _processes.main_group.raise_in_all():
-                require_numbers("values", {} if values is None else values)
                 expected = "documents by name, such as {'notes': ['first try']}"
                 require_instance("documents", documents, Mapping | None, expected)
                 position = as_position(state, position)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from functrain.common import _tree
-from functrain.common._checks import is_number, require, require_instance
+from functrain.common._checks import is_number
 from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree
 
@@ -82,17 +82,6 @@ def to_values(values: PyTree) -> dict[str, Any]:
     """
     host = fetch_global(values)
     return {path: to_floats(value) for path, value in _tree.leaves_with_path(host)}
-
-
-def require_numbers(argument: str, values: Any) -> None:
-    """Raises TypeError unless an argument is a dict of numbers, or of one number per member."""
-    expected = "a dict of numbers by name, such as {'val_loss': 0.3}"
-    require_instance(argument, values, Mapping, expected)
-    for name, value in values.items():
-        has_name = isinstance(name, str) and np.ndim(value) <= 1
-        # `is_number` accepts arrays without axes, also of jax's own dtypes.
-        are_numbers = has_name and all(map(is_number, np.atleast_1d(np.asarray(value))))
-        require(are_numbers, argument, expected, values, error=TypeError)
 
 
 def split_members(values: Mapping[str, Any]) -> dict[str, float]:
