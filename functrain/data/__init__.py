@@ -2,9 +2,8 @@
 
 Files:
   _batches: the protocol between data and the engine; NoData, for training without data
-  _adapt: converts what users pass to that protocol
+  _adapt: converts what users pass to that protocol; batches of a loader that can seek
   _loader: ArrayLoader, batches of arrays in memory
-  _loader_batches: batches of a loader that can seek
   _iterator: batches of any iterable
   _iterator_position: saves and restores the position of an iterator
   _same_data: compares the data of a resumed run with those of the saved one

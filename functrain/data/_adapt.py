@@ -1,6 +1,7 @@
-"""Converts what users pass as data to `Batches`."""
+"""Converts what users pass as data to `Batches`; the batches of a loader."""
 
 import copy
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -8,12 +9,16 @@ import jax
 import numpy as np
 
 from functrain.common._checks import require
-from functrain.data._arrays import require_no_number_lists
-from functrain.data._batches import Batches, NoData
+from functrain.common._types import PyTree
+from functrain.data._arrays import host_batch, require_no_number_lists
+from functrain.data._batch import example_count
+from functrain.data._batches import Batches, Chunk, NoData
 from functrain.data._iterator import IteratorBatches
 from functrain.data._loader import SeekableLoader
-from functrain.data._loader_batches import LoaderBatches
 from functrain.data._local import Local, LocalBatches
+from functrain.data._lookahead import Lookahead
+from functrain.data._same_data import Summary, differences
+from functrain.data._stack import pad_chunk, stack_batches
 
 
 def as_batches(data: Any, name: str = "data") -> Batches:
@@ -62,3 +67,118 @@ def _require_iterable(data: Any, name: str) -> None:
     if isinstance(data, list | tuple):
         # The other batches are checked when they are fetched.
         require_no_number_lists(data[0], f"{name}: batch 0", (list,))
+
+
+class LoaderBatches(Batches):
+    """Batches of a loader that can seek; full batches are gathered K at a time.
+
+    Args:
+      loader: The loader.
+      name: The argument that it was passed as, for errors.
+    """
+
+    can_seek = True
+
+    def __init__(self, loader: SeekableLoader, name: str = "data") -> None:
+        self.data: SeekableLoader = loader
+        self.name = name
+        self.steps: int = len(loader)
+        self._epoch = self._next = 0
+        self._steps_before = 0
+        # Cached, since every `peek` needs them. It also makes all full batches of a run the same
+        # object, by which `Plan` recognizes them.
+        self._shapes = functools.cache(loader.shapes)
+        # The rest of the epoch, for a loader whose batches have to be made to know their shapes.
+        self._rest: Lookahead[PyTree] | None = None
+        self._summary: Summary | None = None
+        self._example_axis = 0
+
+    @property
+    def full_steps(self) -> int:
+        """Batches of full size in an epoch."""
+        return min(self.data.full_batches, self.steps)
+
+    def begin(self, epoch: int, batch: int = 0) -> None:
+        """Begins an epoch at one of its batches."""
+        position = epoch + self.epochs_before, batch
+        # A batch that `first` has made is not made again.
+        is_same = position == (self._epoch, self._next)
+        if is_same and self._rest is not None and self._rest.has_next:
+            return
+        self._epoch, self._next = position
+        if not self.data.knows_shapes:
+            batches = enumerate(self.data.epoch(*position), batch)
+            label = f"of epoch {position[0]} of {self.name}"
+            self._rest = Lookahead(host_batch(x, f"batch {i} {label}") for i, x in batches)
+
+    def peek(self) -> PyTree | None:
+        """Returns the next batch, or its shapes if `take` is to make it."""
+        if self._next >= self.steps:
+            return None
+        return self._shapes(self._examples()) if self._rest is None else self._rest.peek()
+
+    def take(self, k: int, limit: int) -> Chunk:
+        """Makes the next batches."""
+        loader, start, examples = self.data, self._next, self._examples()
+        # A smaller last batch has a chunk to itself.
+        steps = max(1, min(limit, self.full_steps - start))
+        if self._rest is not None:
+            # A transform may drop examples, or add some.
+            count = example_count(self._rest.peek(), self._example_axis)
+            examples = examples if count is None else count
+            batches, steps = stack_batches(self._rest.take(steps), k)
+        elif start < loader.full_batches:
+            batches = pad_chunk(loader.chunk(self._epoch, start, steps), k)
+        else:
+            last = loader.batch(self._epoch, start)
+            batches = pad_chunk(jax.tree.map(lambda x: x[None], last), k)
+        self._next += steps
+        return Chunk(batches, k, steps, examples)
+
+    def find_examples_along(self, axis: int) -> None:
+        """Sets the axis of a batch's leaves that its examples lie along."""
+        self._example_axis = axis
+
+    def known_shapes(self) -> list[PyTree]:
+        """Returns the shapes of a full batch, and of a smaller last one."""
+        if not self.data.knows_shapes:
+            return []
+        sizes = [self.data.batch_size]
+        if self.steps > self.data.full_batches:
+            sizes.append(self.data.remainder)
+        return list(map(self._shapes, sizes))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the fingerprint of the loader."""
+        return self.data.fingerprint()
+
+    def track(self) -> None:
+        """Takes a few numbers of the data, which a resumed run compares."""
+        self._summary = self.data.summary()
+
+    def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
+        """Returns the number of steps before those of this run, and a few numbers of the data."""
+        return {"steps_before": self._steps_before, "data": self._summary}
+
+    def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
+        """Restores the number of earlier steps, whatever the state of this run has counted."""
+        self._steps_before = state["steps_before"]
+        if state["data"] is None or self._summary is None:
+            return []
+        return differences(state["data"], self._summary, "the data")
+
+    def continue_after(self, steps: int) -> None:
+        """Continues with the orders that follow a number of earlier steps.
+
+        After a part of an epoch, the next epoch begins with a new order.
+        """
+        self._steps_before = steps
+
+    @property
+    def epochs_before(self) -> int:
+        """The number of the loader's epochs before the first one of this run, rounded up."""
+        return -(-self._steps_before // self.steps)
+
+    def _examples(self) -> int:
+        is_full = self._next < self.data.full_batches
+        return self.data.batch_size if is_full else self.data.remainder
