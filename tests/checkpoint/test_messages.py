@@ -20,7 +20,11 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "monitor": (lambda: ft.Checkpointer("run", monitor=3), TypeError, "monitor: .*got int"),  # type: ignore[arg-type]
     "budget": (lambda: ft.Checkpointer("run", budget="10%"), ValueError, "budget: .*got '10%'"),  # type: ignore[arg-type]
     "null": (lambda: ft.Checkpointer("a\0b"), ValueError, "directory: .*null character"),
-    "values": (lambda: saver().save(STATE, 1, values={"a": "x"}), TypeError, "values: .*'x'"),  # type: ignore[dict-item]
+    "values": (
+        lambda: saver().save(STATE, 1, values={"a": "x"}),
+        ValueError,
+        "string to float: 'x'",
+    ),  # type: ignore[dict-item]
     "documents": (lambda: saver().save(STATE, 1, documents=3), TypeError, "documents: .*got int"),  # type: ignore[arg-type]
     "step": (lambda: saver().save(STATE, -1), TypeError, "position: .*at least 0, got -1"),
     "a step in an array": (
