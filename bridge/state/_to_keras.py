@@ -11,7 +11,7 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
-from functrain.internal import PyTree, is_frozen, is_lora, require_one_of
+from functrain.internal import PyTree, merge_name, require_one_of
 
 
 class HasVariables(Protocol):
@@ -88,8 +88,7 @@ def to_keras(
             "state: expected a TrainState, or anything with .params and .model_state, got "
             f"{type(state).__name__}. The order is bridge.to_keras(state, model)."
         )
-    if is_frozen(state) or is_lora(state):
-        merge = "merge_lora" if is_lora(state) else "merge_frozen"
+    if merge := merge_name(state):
         raise ValueError(
             f"state: expected all params of the model, got a part of them. Pass the whole: "
             f"bridge.to_keras(functrain.{merge}(state), model)."

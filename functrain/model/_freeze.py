@@ -148,23 +148,19 @@ def merge_params(
     return jax.tree.map(merge, frozen, trained, is_leaf=is_leaf)
 
 
-def is_frozen(state: Any) -> bool:
-    """Returns True if a state belongs to a model of `freeze`."""
+def merge_name(state: Any) -> str:
+    """Returns "merge_frozen" or "merge_lora", the function that a state needs; "" for another."""
     model_state = getattr(state, "model_state", None)
-    return isinstance(model_state, FrozenState) and model_state.lora_scale is None
+    if not isinstance(model_state, FrozenState):
+        return ""
+    return "merge_frozen" if model_state.lora_scale is None else "merge_lora"
 
 
-def is_lora(state: Any) -> bool:
-    """Returns True if a state belongs to a model of `lora`."""
-    return isinstance(getattr(state, "model_state", None), FrozenState) and not is_frozen(state)
-
-
-def require_wrapped(state: Any, *, has_lora: bool) -> None:
-    """Raises ValueError unless a state belongs to a model of `lora`, or else of `freeze`."""
-    is_wrapped = is_lora(state) if has_lora else is_frozen(state)
-    expected = f"the state of a model of functrain.{'lora' if has_lora else 'freeze'}"
-    advice = "Use merge_lora for lora, merge_frozen for freeze, and any other state as it is."
-    require(is_wrapped, "state", expected, state, advice)
+def require_merge(state: Any, name: str) -> None:
+    """Raises ValueError unless a state needs the function of this name."""
+    needed = merge_name(state)
+    advice = f"Use functrain.{needed}." if needed else "It has all its params: use it as it is."
+    require(needed == name, "state", f"one for functrain.{name}", state, advice)
 
 
 def merged_paths(paths: Collection[str], *, with_lora: bool = False) -> dict[str, str]:
@@ -213,7 +209,7 @@ def merge_frozen(state: StateT) -> StateT:
       >>> print(merge_frozen(state).params)
       {'a': Array([1., 1.], dtype=float32), 'b': Array([0., 0.], dtype=float32)}
     """
-    require_wrapped(state, has_lora=False)
+    require_merge(state, "merge_frozen")
     frozen_state: Any = state
     model_state = frozen_state.model_state
     params = merge_params(frozen_state.params, model_state.frozen)

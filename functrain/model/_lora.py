@@ -168,7 +168,7 @@ def merge_lora(state: StateT) -> StateT:
       [[2. 1.]
        [1. 2.]]
     """
-    _freeze.require_wrapped(state, has_lora=True)
+    _freeze.require_merge(state, "merge_lora")
     lora_state: Any = state
     model_state = lora_state.model_state
     params = _adapters.add_adapters(_adapted_params(lora_state.params, model_state))
