@@ -134,7 +134,11 @@ def write_checkpoint(
     of it is left. `entries` go into the manifest. No other save uses `group` at the same time.
     `require_writer` is called before the checkpoint appears, and its exception prevents that.
     """
-    files, specs = files_at(directory), {name: leaf.spec for name, leaf in leaves.items()}
+    files = files_at(directory)
+    # Documents are those of the first process: the others may lack the arrays of a logger, which
+    # is called there alone.
+    shared_names = [name for name in leaves if _leaves.tree_name(name) != DOCUMENTS]
+    specs = {name: leaves[name].spec for name in shared_names}
     copies = [name for name, leaf in leaves.items() if leaf.is_copy]
     lacking = [name for name, leaf in leaves.items() if not leaf.shards]
     shared = group.call_on_first(lambda: [directory, specs, lacking, secrets.token_hex(4)])
@@ -143,16 +147,9 @@ def write_checkpoint(
 
     def write_parts() -> Any:
         _processes.require_same_path(directory, first_directory)
-        # Documents are those of the first process: the others may lack the arrays of a logger,
-        # which is called there alone.
-        expected = {
-            name: spec
-            for name, spec in first_specs.items()
-            if name in specs or _leaves.tree_name(name) != DOCUMENTS
-        }
         require_no_problems(
             directory,
-            _tree.spec_differences(expected, specs),
+            _tree.spec_differences(first_specs, specs),
             "a state of the same leaves in all processes",
             "Nothing was saved. Create the state in the same way in every process.",
         )

@@ -178,10 +178,7 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
       >>> arrays
       {'hook/weights/0': array([1., 1.])}
     """
-    # bfloat16, float8 and int4 are of ml_dtypes.
-    if isinstance(value, np.generic) and (
-        value.dtype.kind in "biuf" or type(value).__module__ == "ml_dtypes"
-    ):
+    if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return {"$float": str(value)}  # JSON has no NaN and no infinity

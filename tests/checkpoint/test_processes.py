@@ -251,8 +251,8 @@ def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.
     assert second[25].startswith("CheckpointCorruptError ./one: expected the bytes that were")
     assert first[25].startswith("OtherProcessError process 1 failed: CheckpointCorruptError: ./one")
     assert first[26] == "([3.0], [3, 3, 3], True)"
-    assert first[27].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
-    assert first[28].startswith("ValueError checkpointer: expected budget=None")
+    for line in first[27:29]:
+        assert line.startswith("ValueError checkpointer: expected every=functrain.every(steps=")
     assert first[29].startswith("ValueError data: expected the same batches in every process")
     differing = (2, *range(8, 23), 25)  # who failed, and who was told
     same = [[line for i, line in enumerate(x) if i not in differing] for x in (first, second)]
