@@ -103,11 +103,13 @@ def batches_until_action(callback: Any) -> int | None:
     if not hasattr(callback, "_batches_seen_since_last_saving") or not isinstance(interval, int):
         return None
     # Keras saves at every batch if `save_freq` is 0 or False.
-    return max(1, interval - callback._batches_seen_since_last_saving)
+    remaining: int = interval - callback._batches_seen_since_last_saving
+    return max(1, remaining)
 
 
 def _batches_until_record(board: Any) -> int | None:
-    batches_seen, due = int(board._global_train_batch), []
+    due: list[int] = []
+    batches_seen = int(board._global_train_batch)
     if board.update_freq != "epoch":
         # To write steps per second, TensorBoard measures the time of every single batch.
         interval = 1 if board.write_steps_per_second else int(board.update_freq)

@@ -41,8 +41,9 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     # The base class puts every batch on the devices. Here whole chunks are put there.
     def _get_iterator(self) -> Iterator[Any]:
         self.fetched = 0
-        is_array = self.arrays is not None
-        return self._count(self.arrays if is_array else self.data_adapter.get_jax_iterator())
+        if self.arrays is not None:
+            return self._count(self.arrays)
+        return self._count(self.data_adapter.get_jax_iterator())
 
     def _count(self, batches: Iterable[Any]) -> Iterator[Any]:
         # A checkpoint within the epoch stores this, to draw the same order again.

@@ -274,12 +274,12 @@ def _placer(distribution: Any, *, replicates: bool) -> Callable[[PyTree], PyTree
       distribution: The distribution.
       replicates: True gives all devices the whole of a batch that they do not divide.
     """
-    placers: dict[Any, Callable[[PyTree], PyTree]] = {}
+    placers: dict[Any, Any] = {}
 
     def put(path: Any, x: Any) -> Any:
         sharding = distribution.get_data_layout(x.shape[1:]).backend_layout
         # A placer compares its first chunk over all processes, so one is kept for each leaf.
-        placer = chunk_placer(sharding, replicates=replicates)
+        placer: Any = chunk_placer(sharding, replicates=replicates)
         return placers.setdefault((path, sharding.spec), placer)(x)
 
     return lambda batches: jax.tree_util.tree_map_with_path(put, batches)

@@ -134,6 +134,10 @@ class KerasHook:
         last_end = step - self._steps_in_execution
         return None if steps is None else last_end + math.ceil(steps / execution) * execution
 
+    def due(self, step: int, epoch: int | None, seconds: float) -> bool:
+        """Returns False: the callbacks are called for every chunk, and act when they are due."""
+        return False
+
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores beside the model's values."""
         assert self.memory is not None, "a fit with a checkpointer has one"

@@ -91,7 +91,8 @@ def cached_step(model: keras.Model, kind: str) -> "KerasStep":
     if cached is None or cached[0] != variables:
         cached = variables, KerasStep(model, kind)
         vars(owner)[f"_bridge_{kind}"] = cached
-    return cached[1]
+    step: KerasStep = cached[1]
+    return step
 
 
 class KerasStep(StepTraits):

@@ -15,8 +15,6 @@ import functrain as ft
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(83, 6)).astype(np.float32)
 Y = (X[:, :1] > 0).astype(np.float32)
-IMAGES = RNG.normal(size=(43, 6, 6, 2)).astype(np.float32)
-LABELS = RNG.integers(0, 3, 43).astype(np.int32)
 EPOCHS = 4
 Build, Arguments = Callable[[], keras.Model], Callable[[], dict[str, Any]]
 
@@ -49,15 +47,6 @@ def dense(width: int = 8, **compiled: Any) -> keras.Model:
     return model
 
 
-def augmented() -> keras.Model:
-    net = [layers.RandomFlip(), layers.GaussianNoise(0.1), layers.Conv2D(4, 3)]
-    rest = [layers.BatchNormalization(), layers.Flatten(), layers.Dense(3)]
-    model = keras.Sequential([keras.Input((6, 6, 2)), *net, *rest])
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile("adam", loss, metrics=["accuracy"])
-    return model
-
-
 def with_ema() -> keras.Model:
     return dense(optimizer=keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True))
 
@@ -86,12 +75,11 @@ def fit(make: Build, arguments: Arguments, way: Any = bridge.fit, **more: Any) -
     keras.utils.set_random_seed(0)
     model = make()
     keras.utils.set_random_seed(1)
-    x, y = (IMAGES, LABELS) if make is augmented else (X, Y)
     how = {"batch_size": 10, "epochs": EPOCHS, "verbose": 0, **arguments()}
     how["callbacks"] = [*how.get("callbacks", []), *more.pop("callbacks", [])]
     if way is bridge.fit:
         how["rewrites"] = "exact"
-    return model, way(model, x, y, **how, **more)
+    return model, way(model, X, Y, **how, **more)
 
 
 def fit_in_pieces(

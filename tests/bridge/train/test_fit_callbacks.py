@@ -159,21 +159,6 @@ def test_compiling_anew_takes_effect() -> None:
     assert_same(ours, theirs)
 
 
-def test_a_source_may_fill_one_buffer_again_and_again() -> None:
-    def batches(*, fresh: bool) -> Any:
-        x, y = np.empty_like(X[:8]), np.empty_like(Y[:8])
-        for i in range(26):
-            x[:], y[:] = X[8 * (i % 13) :][:8], Y[8 * (i % 13) :][:8]
-            ahead = i < 2  # so many batches Keras takes before it begins
-            yield (x.copy(), y.copy()) if fresh or ahead else (x, y)
-
-    ours, theirs = fresh(), fresh()
-    kwargs = {"steps_per_epoch": 13, "epochs": 2, "verbose": 0, "shuffle": False}
-    bridge.fit(ours, batches(fresh=False), **kwargs, fuse=5, rewrites="exact")
-    theirs.fit(batches(fresh=True), **kwargs)  # Keras itself reads such a buffer too late
-    assert_same(ours, theirs)
-
-
 def test_predict_calls_callbacks_with_the_outputs_of_their_batch() -> None:
     model, seen = fresh(), []
 
@@ -268,19 +253,3 @@ def test_no_epochs_call_callbacks_as_keras_does() -> None:
     assert ours.calls == theirs.calls
     assert history.history == {}
     assert_same(one, other)
-
-
-def test_a_step_that_failed_before_a_fit_does_not_hide_what_a_callback_sets() -> None:
-    def doubles(model: keras.Model) -> Callback:
-        def begin(logs: Any) -> None:
-            model.set_weights([2 * x for x in model.get_weights()])
-
-        return LambdaCallback(on_train_begin=begin)
-
-    ours, theirs = fresh(), fresh()
-    for model, way in ((ours, bridge.fit), (theirs, keras.Model.fit)):
-        fit(model, way)
-        with pytest.raises(Exception, match=r"shape|dimension|axis"):
-            model.train_on_batch(X[:8, :3], Y[:8])
-        fit(model, way, callbacks=[doubles(model)])
-    assert_same(ours, theirs)

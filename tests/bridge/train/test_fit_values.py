@@ -17,20 +17,8 @@ from tests.bridge.fitting import X, Y, assert_same, fit, fresh, values
 RATES = [0.1, 0.01, 0.001]
 
 
-def sets_rate(model: keras.Model, calls: int) -> None:
-    model.optimizer.learning_rate = RATES[calls % len(RATES)]
-
-
-def sets_weights(model: keras.Model, calls: int) -> None:
-    model.set_weights([0.5 * x for x in model.get_weights()])
-
-
 def reads(model: keras.Model, calls: int) -> Any:
     return [x.sum() for x in model.get_weights()], float(model.optimizer.learning_rate)
-
-
-def calls(model: keras.Model, calls: int) -> Any:
-    return np.asarray(model(X[:8])).sum()
 
 
 def predicts(model: keras.Model, calls: int) -> Any:
@@ -42,11 +30,15 @@ def predicts_by_bridge(model: keras.Model, calls: int) -> Any:
     return bridge.predict(model, X[:8], verbose=0, rewrites="exact").sum()
 
 
-def evaluates(model: keras.Model, calls: int) -> Any:
-    return model.evaluate(X[:8], Y[:8], verbose=0)
-
-
-LOOKS = [sets_rate, sets_weights, reads, calls, predicts, predicts_by_bridge, evaluates]
+LOOKS = {
+    "sets rate": lambda model, calls: setattr(model.optimizer, "learning_rate", RATES[calls % 3]),
+    "sets weights": lambda model, _: model.set_weights([0.5 * x for x in model.get_weights()]),
+    "reads": reads,
+    "calls": lambda model, _: np.asarray(model(X[:8])).sum(),
+    "predicts": predicts,
+    "predicts by bridge": predicts_by_bridge,
+    "evaluates": lambda model, _: model.evaluate(X[:8], Y[:8], verbose=0),
+}
 
 
 class Looking(keras.utils.PyDataset):
@@ -75,27 +67,16 @@ class Looking(keras.utils.PyDataset):
             self.seen.append(self.look(self.model, len(self.seen)))
 
 
-HOW = {"verbose": 0}
-FITS = {"epochs": 3, "shuffle": False, **HOW}
-
-
-def fits(owner: Any, model: keras.Model, data: Any, **more: Any) -> Any:
-    return owner.fit(model, data, **FITS, **more).history
-
-
-def fits_on_validation(owner: Any, model: keras.Model, data: Any, **more: Any) -> Any:
-    return owner.fit(model, X, Y, validation_data=data, **FITS, **more).history
-
-
-def evaluates_on(owner: Any, model: keras.Model, data: Any, **more: Any) -> Any:
-    return owner.evaluate(model, data, **HOW, **more)
-
-
-def predicts_on(owner: Any, model: keras.Model, data: Any, **more: Any) -> Any:
-    return owner.predict(model, data, **HOW, **more)
-
-
-USES = [fits, fits_on_validation, evaluates_on, predicts_on]
+FITS = {"epochs": 3, "shuffle": False, "verbose": 0}
+USES = {
+    "fit": lambda owner, model, data, **more: owner.fit(model, data, **FITS, **more).history,
+    "fit on validation data": lambda owner, model, data, **more: (
+        owner.fit(model, X, Y, validation_data=data, **FITS, **more).history
+    ),
+    "evaluate": lambda owner, *data, **more: owner.evaluate(*data, verbose=0, **more),
+    "predict": lambda owner, *data, **more: owner.predict(*data, verbose=0, **more),
+}
+EACH_USE = pytest.mark.parametrize("use", USES.values(), ids=USES)
 
 
 def used(owner: Any, use: Any, look: Any, place: str) -> tuple[keras.Model, Any, Any]:
@@ -106,8 +87,8 @@ def used(owner: Any, use: Any, look: Any, place: str) -> tuple[keras.Model, Any,
     return model, use(owner, model, data, **more), data.seen
 
 
-@pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("look", LOOKS)
+@EACH_USE
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
 def test_data_that_look_at_the_model_find_what_they_find_in_keras(look: Any, use: Any) -> None:
     ours, result, seen = used(bridge, use, look, "begin")
     theirs, expected, seen_by_keras = used(keras.Model, use, look, "begin")
@@ -117,7 +98,7 @@ def test_data_that_look_at_the_model_find_what_they_find_in_keras(look: Any, use
 
 
 @pytest.mark.parametrize("place", ["item", "end"])
-@pytest.mark.parametrize("use", USES)
+@EACH_USE
 def test_data_may_look_at_the_model_where_keras_has_taken_its_values(use: Any, place: str) -> None:
     quiet, expected, _ = used(bridge, use, lambda model, calls: None, place)
     for look in (reads, predicts, predicts_by_bridge):
@@ -149,7 +130,7 @@ BREAKS = [raises, interrupts, breaks_a_predict]
 
 
 @pytest.mark.parametrize("place", ["begin", "item", "end"])
-@pytest.mark.parametrize("use", USES)
+@EACH_USE
 @pytest.mark.parametrize("look", BREAKS)
 def test_the_model_has_its_values_after_an_error_of_the_data(
     look: Any, use: Any, place: str
@@ -205,7 +186,7 @@ def test_the_model_has_its_values_after_an_error_of_a_callback(
     model.evaluate(X, Y, verbose=0)
 
 
-@pytest.mark.parametrize("use", USES)
+@EACH_USE
 def test_a_model_whose_predict_was_interrupted_is_used_as_if_it_had_not_been(use: Any) -> None:
     results = []
     for interrupted in (True, False):

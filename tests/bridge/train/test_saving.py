@@ -18,7 +18,6 @@ from tests.bridge.train.interrupting import (
     Interrupted,
     X,
     Y,
-    augmented,
     dense,
     evaluated,
     fit,
@@ -38,7 +37,6 @@ CASES = [
     pytest.param(dense, evaluated, marks=pytest.mark.long),
     pytest.param(dense, stopping, marks=pytest.mark.long),
     (dense, over_epochs),
-    pytest.param(augmented, plain, marks=pytest.mark.long),
     pytest.param(with_ema, evaluated, marks=pytest.mark.long),
 ]
 

@@ -137,14 +137,6 @@ def test_callbacks_resume_with_their_own_memory_in_any_order(tmp_path) -> None:
     assert memory[2] == (first.best, second.best)
 
 
-def test_callbacks_that_could_be_mixed_up_are_refused(tmp_path) -> None:
-    callbacks = [keras.callbacks.EarlyStopping("loss", patience=n) for n in (1, 2)]
-    with pytest.raises(ValueError, match=r"callbacks: expected .* got EarlyStopping\(loss\) twice"):
-        fit(dense, plain, checkpointer=ft.Checkpointer(tmp_path), callbacks=callbacks)
-    quiet = [keras.callbacks.LambdaCallback(), keras.callbacks.LambdaCallback()]
-    fit(dense, lambda: {"epochs": 1}, checkpointer=ft.Checkpointer(tmp_path), callbacks=quiet)
-
-
 def test_the_best_of_some_batches_is_still_known(tmp_path) -> None:
     def saved(name: str) -> Arguments:
         def arguments() -> dict[str, Any]:
