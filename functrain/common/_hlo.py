@@ -110,20 +110,19 @@ def _fused_collectives(fusion: Instruction, computations: dict[str, str]) -> Ite
     """Yields the collectives that the TPU compiler has put into a fusion.
 
     Those that overlap with computing are in several fusions: one that starts the collective, others
-    that compute meanwhile, and one that ends it. They are yielded as a pair, `-start` and `-done`.
+    that compute meanwhile, and one that ends it. They are yielded for the last one only.
     """
     name = _find(_CALLED, fusion.text) if fusion.opcode == "fusion" else ""
     body = computations.get(name, "")
-    if name.startswith("async_collective_fusion"):
+    if name.startswith("async_collective_fusion") or '"AsyncCollectiveStart"' in body:
         return
-    ends = [end for end in ("start", "done") if f'"AsyncCollective{end.title()}"' in body]
     for instruction in _parse(name, computations):
         opcode = instruction.opcode
         if opcode == "all-reduce" and name.startswith("all-reduce-scatter"):
             # It sums the whole, of which each device keeps a part: the results of the fusion.
             yield instruction._replace(opcode="reduce-scatter", shapes=fusion.shapes)
         elif opcode in COLLECTIVES:
-            yield instruction._replace(opcode="-".join([opcode, *ends]))
+            yield instruction
 
 
 def _called_computations(instruction: Instruction) -> list[str]:

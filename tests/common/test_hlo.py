@@ -143,7 +143,7 @@ FUSIONS = """  %start.1 = (bf16[8,2], u32[]) fusion(%x), calls=%start
 def test_collectives_that_the_tpu_compiler_puts_into_fusions_count_once() -> None:
     text = program(FUSIONS, *FUSED_COLLECTIVES)
     found = [x.opcode for x, _ in _hlo.instructions(text) if x.opcode != "fusion"]
-    assert found == ["all-gather-start", "all-gather-done", "reduce-scatter"]
+    assert found == ["all-gather", "reduce-scatter"]
     traffic = {"all-gather": (1, 2 * 64), "reduce-scatter": (1, 4 * 16)}
     assert ft.sharding.collectives(text) == traffic
     assert kernels(text) == 4
