@@ -114,7 +114,9 @@ def _fused_collectives(fusion: Instruction, computations: dict[str, str]) -> Ite
     """
     name = _find(_CALLED, fusion.text) if fusion.opcode == "fusion" else ""
     body = computations.get(name, "")
-    if name.startswith("async_collective_fusion") or '"AsyncCollectiveStart"' in body:
+    is_early = name.startswith("async_collective_fusion") or '"AsyncCollectiveStart"' in body
+    # Most fusions have none: a search takes less time than reading their instructions.
+    if is_early or not any(f" {kind}(" in body for kind in COLLECTIVES):
         return
     for instruction in _parse(name, computations):
         opcode = instruction.opcode
