@@ -114,30 +114,25 @@ def _loss_of_one_output(keras_loss: Any, *, is_reduced: bool = False) -> _LossAn
     ) -> tuple[jax.Array, Any]:
         # In every call, since Keras chooses the loss for "crossentropy" by shapes.
         loss = keras_private.losses.get_loss(keras_loss, y, outputs)
-        if is_reduced or loss.reduction not in _MEANS or _overrides_call(loss):
-            # Keras's own call, with labels first.
-            value = jnp.asarray(loss(y, outputs, sample_weight))
-            return value, _divisor(loss, y, outputs, sample_weight)
+        if _overrides_call(loss):
+            return jnp.asarray(loss(y, outputs, sample_weight)), None
         values, weight, valid = keras_private.losses.losses_and_weight(
             loss, y, outputs, sample_weight
         )
         if sample_weight is not None:
             _require_same_rank(jnp.asarray(sample_weight), values)
-        return jnp.asarray(values if weight is None else values * weight), valid
+        is_mean = loss.reduction in _MEANS
+        divisor = valid if is_mean else None
+        if loss.reduction == "sum":
+            divisor = _NOT_A_MEAN
+        elif loss.reduction == "mean_with_sample_weight" and weight is not None:
+            divisor = jnp.sum(weight)
+        if is_mean and not is_reduced:
+            return jnp.asarray(values if weight is None else values * weight), divisor
+        # Keras's own call, with labels first.
+        return jnp.asarray(loss(y, outputs, sample_weight)), divisor
 
     return loss_and_divisor
-
-
-def _divisor(loss: Any, y: PyTree, outputs: PyTree, sample_weight: PyTree) -> Any:
-    """Returns the number that Keras divides a loss by, with the meaning of `Aux.weight`."""
-    if _overrides_call(loss) or loss.reduction in (None, "none"):
-        return None
-    if loss.reduction == "sum":
-        return _NOT_A_MEAN
-    _, weight, valid = keras_private.losses.losses_and_weight(loss, y, outputs, sample_weight)
-    if loss.reduction in _MEANS:
-        return valid
-    return None if weight is None else jnp.sum(weight)
 
 
 def _overrides_call(loss: Any) -> bool:
