@@ -232,7 +232,7 @@ def test_adapters_are_saved_alone_and_the_base_is_filled_from_its_file(tmp_path)
     assert digest((warm.params, warm.model_state)) == digest((state.params, state.model_state))
     # The base alone is not the trained model, so it does not fill one without adapters.
     ft.save(tmp_path / "adapted", state)
-    with pytest.raises(ValueError, match="expected leaves to take, got none"):
+    with pytest.raises(ValueError, match="expected leaves to take"):
         ft.warm_start(base, tmp_path / "adapted")
 
 
