@@ -74,14 +74,6 @@ def test_csv_has_a_column_a_member(tmp_path, history) -> None:
         np.testing.assert_array_equal(written, history.epochs[name])
 
 
-def test_csv_of_steps_has_a_column_a_member(tmp_path, history) -> None:
-    fitted([ft.hooks.CSVLogger(tmp_path / "log.csv", every=ft.every(steps=4))])
-    with open(tmp_path / "log.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
-    written = [[float(row[f"loss/{i}"]) for i in range(3)] for row in rows]
-    np.testing.assert_array_equal(written, history.steps["loss"][3::4])
-
-
 def test_json_lines_have_a_name_a_member(tmp_path, history) -> None:
     fitted([ft.hooks.JSONLines(tmp_path / "log.jsonl", every=1)])
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]

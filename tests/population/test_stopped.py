@@ -177,22 +177,3 @@ def test_an_early_stopping_goes_on_after_a_kill(tmp_path: pathlib.Path) -> None:
     assert bits(resumed.state) == bits(straight.state)
     np.testing.assert_array_equal(again.best, hook.best)
     np.testing.assert_array_equal(again.best_step, hook.best_step)
-
-
-def test_what_a_step_makes_for_several_leaves_or_for_none_is_kept_as_well() -> None:
-    def member(state, batch):
-        made = state["a"] * 2 + batch
-        new = {"a": made, "again": made, "from_it": jnp.sin(made) + state["from_it"]}
-        new |= {"same": state["same"], "swapped": state["a"], "set": jnp.float32(7)}
-        return new | {"count": state["count"] + 1}, {"loss": made + state["count"]}
-
-    names = ["a", "again", "from_it", "same", "swapped", "set"]
-    start = ft.population.stack(
-        [{name: jnp.float32(i + j) for j, name in enumerate(names)} | {"count": i} for i in (1, 2)]
-    )
-    start = start.replace(active=jnp.asarray([True, False]))
-    new, logs = jax.jit(ft.population.step(member))(start, jnp.float32(3))
-    alone, expected = jax.jit(member)(start[0], jnp.float32(3))
-    assert bits(new[0]) == bits(alone)
-    assert bits(new[1]) == bits(start[1])
-    np.testing.assert_array_equal(logs["loss"], [expected["loss"], np.nan])

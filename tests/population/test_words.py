@@ -214,15 +214,6 @@ def test_a_value_a_member_is_not_one_value(tmp_path) -> None:
     assert checkpointer.best() == 6 * (1 + np.argmin(history.epochs["val_loss"][:, 1]))
 
 
-def test_arrays_in_the_logs_of_a_step_alone_are_still_left_out() -> None:
-    def step(state, batch):
-        return state, {"loss": jnp.float32(1), "each": jnp.ones(16)}
-
-    with pytest.warns(UserWarning, match=r"got 'each', \w+\[16\]"):
-        _, history = ft.fit(jnp.zeros(()), step, [(X[:16], Y[:16])] * 2, verbose=0)
-    assert set(history.steps) == {"loss"}
-
-
 def test_leaves_of_one_path_keep_their_values_beside_a_new_hyperparameter() -> None:
     # Both are named "a/b/c".
     state = {"a/b": {"c": jnp.zeros(2)}, "a": {"b": {"c": jnp.ones(2)}}, "rate": jnp.zeros(())}
@@ -243,9 +234,3 @@ def test_a_path_with_brackets_is_perturbed_and_set() -> None:
     )
     # The best member, the last one, replaces the worst, and the copy is perturbed.
     np.testing.assert_array_equal(new.states["rates[0]"]["w"], [40.0, 2.0, 3.0, 4.0])
-
-
-@pytest.mark.parametrize("index", [slice(1, 3), "loss", 1.0])
-def test_what_is_no_number_of_a_member_is_refused(index) -> None:
-    with pytest.raises(TypeError, match="member: expected a number from 0 to 2"):
-        P.stack([{"w": jnp.zeros(2)}] * 3)[index]

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
 
 from functrain.rewrites import optimize
@@ -17,12 +16,7 @@ from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites.canonical_conv import canonical_conv
 
 from . import cases
-
-DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-
-
-def normal(rng: np.random.Generator, shape: Any, dtype: Any) -> jax.Array:
-    return jnp.asarray(rng.normal(size=shape), dtype)
+from .cases import normal
 
 
 def same(got: Any, want: Any) -> None:
@@ -39,47 +33,22 @@ def numbers(jaxpr: Any) -> list[lax.ConvDimensionNumbers]:
     ]
 
 
-@st.composite
-def convolutions(draw: st.DrawFn) -> tuple[Callable[..., Any], jax.Array, jax.Array]:
-    rank = draw(st.integers(0, 3))
-    each = lambda values: st.tuples(*[values] * rank)  # noqa: E731
-    axes = st.permutations(range(rank + 2)).map(tuple)
-    dn = lax.ConvDimensionNumbers(draw(axes), draw(axes), draw(axes))
-    window = draw(each(st.integers(1, 3)))
-    apart, holes = draw(each(st.integers(1, 2))), draw(each(st.integers(1, 2)))
-    size = draw(each(st.integers(5, 8)))
-    n, c, o = (draw(st.integers(1, 4)) for _ in range(3))
-    options = {
-        "window_strides": draw(each(st.integers(1, 2))),
-        "padding": draw(each(st.tuples(st.integers(-1, 2), st.integers(-1, 2)))),
-        "lhs_dilation": holes,
-        "rhs_dilation": apart,
-        "dimension_numbers": dn,
-    }
-    lhs, rhs = [0] * (rank + 2), [0] * (rank + 2)
-    for axis, value in zip(dn.lhs_spec, (n, c, *size), strict=True):
-        lhs[axis] = value
-    for axis, value in zip(dn.rhs_spec, (o, c, *window), strict=True):
-        rhs[axis] = value
-    rng, dtype = np.random.default_rng(draw(st.integers(0, 9))), draw(st.sampled_from(DTYPES))
-
-    def conv(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.conv_general_dilated(x, w, **options)
-
-    return conv, normal(rng, lhs, dtype), normal(rng, rhs, dtype)
+DRAWN = cases.convolutions(
+    sides=(4, 4), ranks=(0, 1, 2, 3), strides=(1, 2), sizes=(5, 8), pads=(-1, 2)
+)
 
 
 @cases.drawn(12)
-@given(convolutions())
+@given(DRAWN)
 def test_no_bit_changes_under_jit(case: Any) -> None:
-    conv, x, w = case
+    conv, (x, w, _) = case
     same(jax.jit(optimize(conv, "exact"))(x, w), jax.jit(conv)(x, w))
 
 
 @cases.drawn(12)
-@given(convolutions())
+@given(DRAWN)
 def test_all_become_canonical(case: Any) -> None:
-    conv, x, w = case
+    conv, (x, w, _) = case
     after = rewrite_jaxpr(jax.make_jaxpr(conv)(x, w), [canonical_conv])
     assert numbers(after) == [canonical_numbers(x.ndim)]
     assert rewrite_jaxpr(after, [canonical_conv]) is after
@@ -146,24 +115,14 @@ def test_gradient_convolutions_are_rewritten() -> None:
 
 
 def test_a_canonical_or_grouped_one_is_left_alone() -> None:
-    def conv(x: jax.Array, w: jax.Array, groups: int) -> Any:
-        return jax.make_jaxpr(
-            lambda x, w: lax.conv_general_dilated(
-                x,
-                w,
-                (1, 1),
-                "SAME",
-                dimension_numbers=canonical_numbers(4),
-                feature_group_count=groups,
-            )
-        )(x, w)
-
-    x, w = jnp.ones((1, 4, 4, 4)), jnp.ones((3, 3, 4, 8))
-    for closed in (conv(x, w, 1), conv(x, w[:, :, :2], 2)):
-        assert rewrite_jaxpr(closed, [canonical_conv]) is closed
+    for layer in (
+        cases.layer((1, 4, 4, 4), (3, 3, 4, 8)),
+        cases.layer((1, 4, 4, 4), (3, 3, 2, 8), feature_group_count=2),
+    ):
+        assert cases.takes(canonical_conv, *layer) == [False]
 
 
-def test_precision_and_result_type_are_kept() -> None:
+def test_precision_result_type_nan_and_inf_are_kept() -> None:
     def conv(x: jax.Array, w: jax.Array) -> jax.Array:
         return lax.conv(
             x, w, (1, 1), "SAME", precision="highest", preferred_element_type=jnp.float32
@@ -171,17 +130,7 @@ def test_precision_and_result_type_are_kept() -> None:
 
     rng = np.random.default_rng(0)
     x, w = normal(rng, (2, 3, 6, 6), jnp.bfloat16), normal(rng, (4, 3, 3, 3), jnp.bfloat16)
+    x = x.at[0, 1, 4, 4].set(jnp.nan).at[1, 0, 2, 5].set(jnp.inf)
     params = rewrite_jaxpr(jax.make_jaxpr(conv)(x, w), [canonical_conv]).eqns[2].params
     assert params["precision"] == (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    same(jax.jit(optimize(conv, "exact"))(x, w), jax.jit(conv)(x, w))
-
-
-def test_nan_and_inf_pass_through_alike() -> None:
-    rng = np.random.default_rng(0)
-    x, w = normal(rng, (2, 3, 9, 9), jnp.float32), normal(rng, (4, 3, 3, 3), jnp.float32)
-    x = x.at[0, 1, 4, 4].set(jnp.nan).at[1, 0, 2, 7].set(jnp.inf)
-
-    def conv(x: jax.Array, w: jax.Array) -> jax.Array:
-        return lax.conv(x, w, (1, 1), "SAME")
-
     same(jax.jit(optimize(conv, "exact"))(x, w), jax.jit(conv)(x, w))
