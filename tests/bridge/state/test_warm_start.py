@@ -80,6 +80,11 @@ def randomized(model, seed):
     return model
 
 
+def warm_start(model, path, **arguments):
+    state = bridge.create_state(model, optax.identity())
+    return bridge.warm_start(state, path, model, **arguments)
+
+
 def values(model):
     return [np.array(v.value) for v in model.variables if "float" in v.dtype]
 
@@ -99,7 +104,7 @@ def test_a_state_gets_what_load_weights_would_give_the_model(
     old, model = randomized(architecture(), 1), randomized(architecture(), 2)
     (old.save if suffix == ".keras" else old.save_weights)(path)
     untouched = values(model)
-    warm = bridge.warm_start(bridge.create_state(model, optax.identity()), path, model)
+    warm = warm_start(model, path)
     for before, after in zip(untouched, values(model), strict=True):
         np.testing.assert_array_equal(before, after)
     bridge.to_keras(warm.state, model)
@@ -129,8 +134,7 @@ def test_layers_are_matched_by_their_names(tmp_path, suffix, old_names, new_name
     old, model = randomized(chain(*old_names), 1), chain(*new_names)
     old.save(tmp_path / "old.keras")
     old.save_weights(tmp_path / "old.weights.h5")
-    state = bridge.create_state(model, optax.identity())
-    warm = bridge.warm_start(state, tmp_path / f"old{suffix}", model)
+    warm = warm_start(model, tmp_path / f"old{suffix}")
     for name in new_names:
         source = old if name in old_names else model
         kernel = warm.state.params[name]["kernel"]
@@ -144,8 +148,7 @@ def test_layers_of_nested_models_are_matched_by_their_names(tmp_path) -> None:
 
     old, model = randomized(build("a", "b"), 1), build("new", "b", "a")
     old.save(tmp_path / "old.keras")
-    state = bridge.create_state(model, optax.identity())
-    warm = bridge.warm_start(state, tmp_path / "old.keras", model)
+    warm = warm_start(model, tmp_path / "old.keras")
     inner = warm.state.params[model.layers[1].name]
     for name in ("a", "b"):
         np.testing.assert_array_equal(
@@ -157,8 +160,7 @@ def test_layers_of_nested_models_are_matched_by_their_names(tmp_path) -> None:
 def test_unnamed_layers_of_another_number_are_missing(tmp_path, first) -> None:
     chain("head", "dense", "dense_1").save(tmp_path / "old.keras")
     model = chain(*(f"dense_{i}" for i in range(first, first + 3)), "head")
-    state = bridge.create_state(model, optax.identity())
-    warm = bridge.warm_start(state, tmp_path / "old.keras", model)
+    warm = warm_start(model, tmp_path / "old.keras")
     assert sorted(warm.loaded) == ["params/head/bias", "params/head/kernel"]
     assert len(warm.missing) == 6
 
@@ -172,12 +174,11 @@ def classifier(classes):
 def test_a_head_of_another_width_is_named_as_the_state_names_it(tmp_path) -> None:
     old, model = classifier(10), classifier(2)
     old.save(tmp_path / "old.keras")
-    state = bridge.create_state(model, optax.adam(1e-3))
     with pytest.raises(
         ft.CheckpointMismatchError, match=r"params/head/kernel: .*\[8, 10\].*\[8, 2\]"
     ):
-        bridge.warm_start(state, tmp_path / "old.keras", model)
-    warm = bridge.warm_start(state, tmp_path / "old.keras", model, skip="params/head/*")
+        warm_start(model, tmp_path / "old.keras")
+    warm = warm_start(model, tmp_path / "old.keras", skip="params/head/*")
     np.testing.assert_array_equal(warm.state.params["body"]["kernel"], old.weights[0].value)
     np.testing.assert_array_equal(warm.state.params["head"]["kernel"], model.weights[2].value)
     assert sorted(warm.unused) == ["layers/dense_1/vars/0", "layers/dense_1/vars/1"]
@@ -204,8 +205,7 @@ def test_lora_goes_on_from_the_file_of_the_model_without_it(tmp_path) -> None:
     old.save(tmp_path / "old.keras")
     model.layers[0].enable_lora(3)
     randomized(model, 1)
-    state = bridge.create_state(model, optax.adam(1e-3))
-    warm = bridge.warm_start(state, tmp_path / "old.keras", model)
+    warm = warm_start(model, tmp_path / "old.keras")
     kernel = warm.state.model_state["body"]["kernel"]  # frozen by LoRA
     np.testing.assert_array_equal(kernel, old.weights[0].value)
     assert sorted(warm.missing) == ["params/body/lora_kernel_a", "params/body/lora_kernel_b"]
@@ -219,16 +219,14 @@ def test_a_file_with_a_lambda_is_read_and_its_code_is_not(tmp_path) -> None:
     old.save(tmp_path / "old.keras")
     with pytest.raises(ValueError, match="Lambda"):
         keras.saving.load_model(tmp_path / "old.keras")
-    state = bridge.create_state(model, optax.identity())
-    warm = bridge.warm_start(state, tmp_path / "old.keras", model)
+    warm = warm_start(model, tmp_path / "old.keras")
     np.testing.assert_array_equal(warm.state.params["d"]["kernel"], old.weights[0].value)
 
 
 def test_unnamed_layers_are_matched_in_their_order(tmp_path) -> None:
     old, model = randomized(chain("dense_1", "dense_2"), 1), chain("dense_2", "dense_3")
     old.save(tmp_path / "old.keras")
-    state = bridge.create_state(model, optax.identity())
-    warm = bridge.warm_start(state, tmp_path / "old.keras", model)
+    warm = warm_start(model, tmp_path / "old.keras")
     for layer, old_layer in zip(model.layers, old.layers, strict=True):
         kernel = warm.state.params[layer.name]["kernel"]
         np.testing.assert_array_equal(kernel, old_layer.kernel.value)
@@ -242,9 +240,8 @@ def test_a_model_that_cannot_be_saved_has_its_values_again(tmp_path) -> None:
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Computes(2)])
     before = values(model)
     classifier(2).save(tmp_path / "old.keras")
-    state = bridge.create_state(model, optax.identity())
     with pytest.raises(RuntimeError, match="not this one"):
-        bridge.warm_start(state, tmp_path / "old.keras", model)
+        warm_start(model, tmp_path / "old.keras")
     for a, b in zip(before, values(model), strict=True):
         np.testing.assert_array_equal(a, b)
     assert isinstance(model.weights[0].value, jax.Array)
