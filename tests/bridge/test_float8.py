@@ -74,7 +74,6 @@ WAYS: dict[str, Callable[[keras.Model], Any]] = {
         {"a/**": optax.adam(1e-2, eps=1e-7), "**": optax.adam(1e-2, eps=1e-7)}
     ),
     "skip_non_finite": lambda model: ft.tx.skip_non_finite(optax.adam(1e-2, eps=1e-7)),
-    "bridge.optimizer": lambda model: bridge.optimizer(K.Adam(1e-2)),
     "bridge.optimizer(model=)": lambda model: bridge.optimizer(K.Adam(1e-2), model=model),
     "OptaxOptimizer": lambda model: bridge.optimizer(
         bridge.OptaxOptimizer(optax.adam(1e-2, eps=1e-7)), model=model
@@ -102,17 +101,6 @@ def test_micro_batches_take_the_largest_scales_as_accumulation_in_keras_does() -
     state = train(bridge.from_keras(model), bridge.create_state(model, tx), tx, size=4)
     bridge.to_keras(state, model)
     assert_close(scales(model), scales(theirs))
-
-
-def test_scales_of_micro_batches_of_two_sizes_are_the_largest() -> None:
-    model = net()
-    tx = optax.sgd(0.0)
-    state = bridge.create_state(model, tx)
-    loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss("mse"))
-    step = ft.train_step(ft.micro_batches(loss_fn, 3), tx)
-    state, _ = jax.jit(step)(state, (X[:8], Y[:8]))
-    history = state.model_state[SCALES]["a"]["inputs_amax_history"]
-    assert float(jnp.max(history)) == np.abs(X[:8]).max()
 
 
 def by_flax(x: Any = X, *, frozen: str | None = None) -> FlaxState:

@@ -184,10 +184,3 @@ def test_evaluate_and_predict_equal_keras(make: Any) -> None:
     data.pop("y", None)
     theirs = model.predict(**data, verbose=0)
     np.testing.assert_array_equal(bridge.predict(model, **data, verbose=0, fuse=3), theirs)
-
-
-@pytest.mark.parametrize("make", [grain_map_dataset, torch_data_loader])
-def test_class_weight_is_refused_as_by_keras(make: Any) -> None:
-    model, arguments = make()
-    with pytest.raises(ValueError, match="Argument `class_weight` is not supported"):
-        bridge.fit(model, arguments["x"], class_weight={0: 1.0}, shuffle=False, verbose=0)

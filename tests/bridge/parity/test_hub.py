@@ -188,26 +188,6 @@ def without(monkeypatch: Any, *libraries: str) -> None:
         monkeypatch.setattr(pipeline_model, library, None)
 
 
-def test_missing_libraries_are_named_before_the_first_step(monkeypatch: Any) -> None:
-    without(monkeypatch, "grain", "tf")
-    task, arguments = text_classifier()
-    with pytest.raises(ImportError, match="requires `grain` or `tensorflow`"):
-        bridge.fit(task, **arguments, verbose=0)
-    assert task.optimizer.iterations == 0
-
-
-@pytest.mark.parametrize("libraries", [(), ("grain",), ("tf",)], ids=str)
-def test_a_tokenizer_without_a_vocabulary_is_named_before_the_first_step(
-    libraries: Any, monkeypatch: Any
-) -> None:
-    without(monkeypatch, *libraries)
-    task, arguments = text_classifier()
-    task.preprocessor.tokenizer.set_vocabulary(None)
-    with pytest.raises(Exception, match="No vocabulary has been set"):
-        bridge.fit(task, **arguments, verbose=0)
-    assert task.optimizer.iterations == 0
-
-
 def test_a_callback_generates_from_the_weights_of_its_epoch() -> None:
     class Sample(keras.callbacks.Callback):
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
