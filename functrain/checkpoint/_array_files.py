@@ -32,12 +32,12 @@ class ArrayFile(NamedTuple):
 
     Attributes:
       specs: Dtype and shape of each array, such as ``float32[8, 3]``, by path.
-      read: Given a path, returns the array; given also a box, that part of it.
+      read: Given a path, returns the array.
       layer_names: In a file of Keras, the names of the layers by their groups.
     """
 
     specs: Mapping[str, str]
-    read: Callable[..., np.ndarray]
+    read: Callable[[str], np.ndarray]
     layer_names: Mapping[str, str] = types.MappingProxyType({})
 
 
@@ -68,7 +68,7 @@ def _open_checkpoint(directory: str) -> Iterator[ArrayFile]:
             names[path], specs[path] = name, record["spec"]
 
     with StoredArrays(directory, manifest) as stored:
-        yield ArrayFile(specs, lambda path, box=None: stored.read(names[path], box))
+        yield ArrayFile(specs, lambda path: stored.read(names[path]))
 
 
 def _library_errors(path: str, *errors: type[Exception]) -> contextlib.AbstractContextManager[None]:
@@ -94,13 +94,12 @@ def _open_safetensors(path: str) -> Iterator[ArrayFile]:
         header = json.loads(file.read(header_length))
     header.pop("__metadata__", None)
 
-    def read(name: str, box: _leaves.Box | None = None) -> np.ndarray:
+    def read(name: str) -> np.ndarray:
         dtype = jnp.dtype(DTYPES[header[name]["dtype"]])
         begin, end = header[name]["data_offsets"]
         offset = 8 + header_length + begin
         data = np.fromfile(path, np.uint8, end - begin, offset=offset)
-        array: np.ndarray = data.view(dtype).reshape(header[name]["shape"])
-        return array if box is None else array[box]
+        return data.view(dtype).reshape(header[name]["shape"])
 
     specs = {}
     for name, record in header.items():
@@ -128,9 +127,9 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
         elif isinstance(layer := node.attrs.get("name"), str):
             layer_names[name.removesuffix("vars").rstrip("/")] = layer
 
-    def read(name: str, box: _leaves.Box | None = None) -> np.ndarray:
+    def read(name: str) -> np.ndarray:
         with _library_errors(path, *_HDF5_ERRORS):
-            raw = datasets[name][() if box is None else box]
+            raw = datasets[name][()]
         return np.asarray(raw).view(_hdf5_dtype(datasets[name]))
 
     with contextlib.ExitStack() as stack:

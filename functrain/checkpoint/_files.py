@@ -130,13 +130,12 @@ class Disk:
             os.fsync(file.fileno())
 
     def replace(self, path: str, content: bytes) -> None:
-        """Writes a file in one operation, after all other files of its directory are on disk."""
+        """Writes a file in one operation."""
         directory, new_path = os.path.dirname(path), f"{path}.new"
         with contextlib.suppress(FileNotFoundError):
             os.remove(new_path)  # of a save that was killed
         with self.create(new_path) as file:
             file.write(content)
-        _sync_directory(directory)
         os.replace(new_path, path)
         _sync_directory(directory)
         _sync_directory(os.path.dirname(directory))

@@ -332,19 +332,15 @@ def _without(paths: Collection[str], removed: Collection[str]) -> tuple[str, ...
 
 def _read_leaf(arrays: ArrayFile, name: str, path: str, like: Any) -> Any:
     """Reads an array as a leaf of the kind, dtype and sharding of another leaf."""
-
-    def read(box: _leaves.Box | None = None) -> np.ndarray:
-        data = arrays.read(name, box)
-        if _tree.is_key(like) or data.dtype == like.dtype:
-            return data
+    data = arrays.read(name)
+    if not _tree.is_key(like) and data.dtype != like.dtype:
+        is_finite = np.isfinite(data)
         # An overflow is reported below, as an error instead of NumPy's warning.
         with np.errstate(over="ignore"):
-            converted: np.ndarray = data.astype(like.dtype)
-        if not np.array_equal(np.isfinite(data), np.isfinite(converted)):
+            data = data.astype(like.dtype)
+        if not np.array_equal(is_finite, np.isfinite(data)):
             raise ValueError(
-                f"cast: expected numbers that {like.dtype} can hold, got larger ones in {path}, "
-                f"{data.dtype} in the file. Nothing was taken. Use a wider dtype in the state."
+                f"cast: expected numbers that {like.dtype} can hold, got larger ones in {path}. "
+                "Nothing was taken. Use a wider dtype in the state."
             )
-        return converted
-
-    return _leaves.restore_leaf(path, like, read)
+    return _leaves.restore_leaf(path, like, lambda box=...: data[box])

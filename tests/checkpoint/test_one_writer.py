@@ -186,6 +186,15 @@ def test_a_link_in_place_of_the_lock_is_not_written_through(tmp_path) -> None:
     assert (tmp_path / "precious").read_text() == "mine"
 
 
+def test_overwriting_through_a_link_replaces_what_it_points_to(tmp_path) -> None:
+    ft.save(tmp_path / "run7", LIKE)
+    os.symlink("run7", tmp_path / "latest")
+    ft.save(tmp_path / "latest", {"x": np.ones(3)}, overwrite=True)
+    assert os.readlink(tmp_path / "latest") == "run7"
+    assert ft.load(tmp_path / "run7", LIKE)["x"].all()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "run7"]
+
+
 SAVER = """
 import sys, numpy as np, functrain as ft
 path, number = sys.argv[1], int(sys.argv[2])
