@@ -205,9 +205,9 @@ def entry_of_output(container: PyTree, key: Any, name: str) -> Any:
       ValueError: There is no entry for the output.
     """
     # An array has entries too: its examples.
-    is_list = isinstance(container, list | tuple)
-    keys = range(len(container)) if is_list else container if isinstance(container, Mapping) else ()
+    is_container = isinstance(container, Mapping | list | tuple)
     expected = f"a dict or list with an entry for each output, {key!r} among them"
     advice = "The outputs, the labels, their losses and their metrics must have the same keys."
-    require(key in keys, name, expected, container, advice)
+    has_entry = is_container and key in dict(_items(container))
+    require(has_entry, name, expected, container, advice)
     return container[key]
