@@ -3,11 +3,12 @@
 from typing import Any, Generic, NamedTuple
 
 import jax
+from jax.extend.backend import backends
 
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
 from functrain.common._checks import is_integer, require_integer
-from functrain.common._platform import platform_of
+from functrain.common._platform import current_platform, platform_of
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
 from functrain.engine._placement import Pins, read_pins, sharding_of_scalars
@@ -24,12 +25,7 @@ from functrain.targets._chips import on_chip_bytes
 
 
 def fuse(
-    step: Step[StateT],
-    k: int,
-    *,
-    unroll: int = 1,
-    donate: bool = True,
-    rewrites: Mode = "auto",
+    step: Step[StateT], k: int, *, unroll: int = 1, donate: bool = True, rewrites: Mode = "auto"
 ) -> "Fused[StateT]":
     """Returns a compiled program that takes K steps, or fewer.
 
@@ -118,8 +114,11 @@ class Fused(Generic[StateT]):
         """Takes K steps, or the first `steps` of them; see `fuse`."""
         n = self.k if steps is None else steps
         has_mesh = jax.device_count() > 1
-        compiled = self._program(state, n, read_pins(state) if has_mesh else None)
-        require_integers_fit(_Arguments(state, chunk), "fused")
+        # Where all arrays are on devices of one kind, no leaf has to be looked at.
+        platform = current_platform() if len(backends()) == 1 else platform_of(state)
+        compiled = self._program(state, n, platform, read_pins(state) if has_mesh else None)
+        require_integers_fit(state, "state")
+        require_integers_fit(chunk, "chunk")
         scalars: jax.sharding.Sharding | None = None
         if has_mesh:
             scalars = sharding_of_scalars(state)
@@ -142,25 +141,24 @@ class Fused(Generic[StateT]):
     def lower(self, state: StateT, chunk: PyTree, steps: Any = None) -> jax.stages.Lowered:
         """Lowers the program, as `jax.jit(...).lower` does."""
         n = self.k if steps is None else steps
-        lowered: jax.stages.Lowered = self._program(state, n, read_pins(state)).lower(
-            state, chunk, n
-        )
+        made = self._program(state, n, platform_of(state), read_pins(state))
+        lowered: jax.stages.Lowered = made.lower(state, chunk, n)
         return lowered
 
     def trace(self, state: StateT, chunk: PyTree, steps: Any = None) -> jax.stages.Traced:
         """Traces the program, as `jax.jit(...).trace` does."""
         n = self.k if steps is None else steps
-        traced: jax.stages.Traced = self._program(state, n, read_pins(state)).trace(state, chunk, n)
+        made = self._program(state, n, platform_of(state), read_pins(state))
+        traced: jax.stages.Traced = made.trace(state, chunk, n)
         return traced
 
-    def _program(self, state: PyTree, steps: Any, pins: Pins | None) -> Any:
+    def _program(self, state: PyTree, steps: Any, platform: str, pins: Pins | None) -> Any:
         """Returns the program for the devices of a state, and for all K steps or any number."""
         is_number = is_integer(steps, 1) or not hasattr(steps, "dtype")
         if is_number and not (is_integer(steps, 1) and steps <= self.k):
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {steps!r}")
         # A tracer or a shape may stand for any number.
         is_full = is_number and steps == self.k
-        platform = platform_of(state)
         loop = LoopOptions(
             self.k,
             _rewrites.resolve_mode(self._rewrites, platform),

@@ -115,13 +115,7 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
         def run_chunk(carry: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
             steps = None if loop.takes_all else n
             return repeat(
-                run_step,
-                carry,
-                chunk,
-                loop.k,
-                steps,
-                loop.unroll,
-                unfused=loop.rewrites == "exact",
+                run_step, carry, chunk, loop.k, steps, loop.unroll, unfused=loop.rewrites == "exact"
             )
 
         # Only training changes a state; and one that is divided is on several chips.

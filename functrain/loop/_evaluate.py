@@ -24,11 +24,7 @@ from functrain.engine._programs import (
 from functrain.engine._signals import DeferredSignals
 from functrain.loop._arguments import RunArguments, pass_arguments
 from functrain.loop._finite import warn_of_loss
-from functrain.loop._require import (
-    require_batches,
-    require_constant,
-    require_eval_step,
-)
+from functrain.loop._require import require_batches, require_constant, require_eval_step
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep

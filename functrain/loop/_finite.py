@@ -87,7 +87,7 @@ class LossWatch:
             f"{step}{place}. functrain.inspect.explain_nan(state, step, batch) names the "
             "operation that made it: pass the state before that step, and its batch. If that state "
             "holds NaN already, the gradient of the step before made it: go back one step. "
-            "functrain.fit(..., steps=) computes that state, from the last checkpoint before it.",
+            "functrain.fit(..., steps=) computes that state, from the last checkpoint before it."
         )
 
     def state(self) -> dict[str, Any]:
@@ -118,6 +118,6 @@ def warn_of_loss(values: Mapping[str, Any], active: Any = None) -> bool:
     warn(
         f"evaluate: expected a finite loss, got NaN or infinity{members}. Evaluate the batches one "
         "by one, functrain.evaluate(state, step, [batch]), to find the first that has it; "
-        "functrain.inspect.explain_nan(state, step, batch) names the operation that made it.",
+        "functrain.inspect.explain_nan(state, step, batch) names the operation that made it."
     )
     return True

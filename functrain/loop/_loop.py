@@ -261,10 +261,7 @@ class Loop:
             is_asked_to_end = saving.is_asked_to_end(self.signals)
             if is_asked_to_end or saving.is_due(event):
                 saving.save(
-                    event,
-                    self._trees_to_save(),
-                    self.signals,
-                    epoch_is_over=self._epoch_is_over,
+                    event, self._trees_to_save(), self.signals, epoch_is_over=self._epoch_is_over
                 )
             if is_asked_to_end:
                 saving.end(self.signals)

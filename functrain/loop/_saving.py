@@ -13,11 +13,7 @@ from functrain.common._log_values import split_members
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches
-from functrain.engine._signals import (
-    DeferredSignals,
-    has_preemption_service,
-    is_time_to_end,
-)
+from functrain.engine._signals import DeferredSignals, has_preemption_service, is_time_to_end
 from functrain.loop._events import EpochEnd, Event
 from functrain.loop._finite import LossWatch
 from functrain.loop._resuming import Part, Resumed, resume
@@ -169,7 +165,7 @@ class Saving:
         if not self._has_checked_monitor and name not in split_members(event.values):
             warn(
                 f"monitor: expected one of {sorted(event.values)}, got {name!r}. Values of an "
-                f"evaluation need {self._evaluation}.",
+                f"evaluation need {self._evaluation}."
             )
         self._has_checked_monitor = True
 

@@ -255,7 +255,7 @@ def _warn_of_arrays(rows: PyTree, is_population: bool) -> None:
             f"logs: expected one real number per step{' and member' * is_population}, got "
             f"{', '.join(arrays)}. The history and the loggers leave others out. Reduce arrays in "
             "the step, as with jnp.mean, split complex numbers with jnp.real and jnp.imag, or read "
-            "event.logs in your own hook.",
+            "event.logs in your own hook."
         )
 
 

@@ -99,8 +99,7 @@ def test_a_step_that_changes_its_states_type_is_refused_by_leaf(change, message)
 
 @pytest.mark.parametrize("unroll", [1, 2])
 @pytest.mark.parametrize(
-    ("step", "got"),
-    [(lambda s, b: s + b, r"float32\[\]"), (lambda s, b: (s, {}, b), "3 values")],
+    ("step", "got"), [(lambda s, b: s + b, r"float32\[\]"), (lambda s, b: (s, {}, b), "3 values")]
 )
 def test_a_step_that_returns_no_pair_is_refused(step, got, unroll) -> None:
     message = rf"step: expected it to return \(state, logs\), got .*({got})"

@@ -119,9 +119,7 @@ def test_a_best_value_that_no_epoch_has_is_named(tmp_path: pathlib.Path) -> None
     assert checkpointer.steps() == [10, 20, 30]
 
 
-def test_too_few_epochs_are_refused_with_the_directory_that_goes_on(
-    tmp_path: pathlib.Path,
-) -> None:
+def test_too_few_epochs_are_refused_with_the_directory_that_goes_on(tmp_path: pathlib.Path) -> None:
     with pytest.raises(SystemExit):
         trained(ft.Checkpointer(tmp_path), leave_at(25))
     expected = f"epochs: expected more than the 2 that are over at step 20, from which {tmp_path}"

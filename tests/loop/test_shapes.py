@@ -29,10 +29,7 @@ STEP, EVAL_STEP = ft.train_step(loss_fn, TX), ft.eval_step(loss_fn)
 
 def create() -> Any:
     keys = jax.random.split(jax.random.key(0))
-    params = {
-        "table": jax.random.normal(keys[0], (10, 4)),
-        "w": jax.random.normal(keys[1], (4,)),
-    }
+    params = {"table": jax.random.normal(keys[0], (10, 4)), "w": jax.random.normal(keys[1], (4,))}
     return ft.TrainState.create(params=params, tx=TX)
 
 
@@ -43,10 +40,7 @@ def batch(examples: int, length: int, seed: int) -> Any:
 
 
 # Lengths that change at every batch, in runs, and with a smaller last batch.
-LENGTHS = {
-    "often": [5, 8, 5, 3, 8, 5, 3, 3, 5],
-    "in runs": [5] * 9 + [8] * 12 + [5] * 3 + [3] * 7,
-}
+LENGTHS = {"often": [5, 8, 5, 3, 8, 5, 3, 3, 5], "in runs": [5] * 9 + [8] * 12 + [5] * 3 + [3] * 7}
 
 
 def data(order: str) -> list[Any]:

@@ -74,10 +74,7 @@ def test_networks_that_skip_each_their_own_steps_keep_their_own_means() -> None:
     def step(states, batch):
         g, g_loss, _ = ft.update(states["g"], loss_fn, SKIPPING, batch["g"])
         d, d_loss, _ = ft.update(states["d"], loss_fn, SKIPPING, batch["d"])
-        logs = {
-            "g": {"loss": g_loss, **ft.tx.logged(g)},
-            "d": {"loss": d_loss, **ft.tx.logged(d)},
-        }
+        logs = {"g": {"loss": g_loss, **ft.tx.logged(g)}, "d": {"loss": d_loss, **ft.tx.logged(d)}}
         return {"g": g, "d": d}, logs
 
     ones = np.ones(2, np.float32)
