@@ -60,7 +60,7 @@ def count_blocks(carry: PyTree, on_chip_bytes: int) -> int:
       >>> count_blocks(jnp.zeros((7, 100)), on_chip_bytes=1800)
       1
     """
-    members = _count_members(carry)
+    members = len(jax.tree.leaves(carry)[0])
     least = nbytes(carry) / (STATE_PART * on_chip_bytes)
     # Blocks much smaller than those that would fit cost more than they save: each of their steps
     # takes the least time of its kernels.
@@ -91,11 +91,6 @@ def copy_onto_chip(carry: PyTree, n: jax.Array, on_chip_bytes: int) -> PyTree:
     return jax.tree.map(copy, carry)
 
 
-def _count_members(carry: PyTree) -> int:
-    members: int = jax.tree.leaves(carry)[0].shape[0]
-    return members
-
-
 def run_blocks(
     run: Run, carry: PyTree, chunk: PyTree, blocks: int, axis: int | None
 ) -> tuple[PyTree, PyTree]:
@@ -111,7 +106,7 @@ def run_blocks(
     Returns:
       The carry, and the rows `[K, N, ...]`.
     """
-    members = _count_members(carry)
+    members = len(jax.tree.leaves(carry)[0])
     size = members // blocks
 
     def take(tree: PyTree, start: jax.Array, axis: int) -> PyTree:

@@ -103,15 +103,13 @@ def _paths_of(name: str, paths: list[str]) -> list[str]:
         advice = f"Use its path, or a pattern for all of them: '**/{_INJECTED}/{name}'."
         expected = f"one leaf of the state for {name!r}"
         require_no_problems("hyperparameters", ambiguous, expected, advice)
-    if not matches:
-        injected = ", ".join(map(_name, filter(_is_injected, paths))) or "none"
-        candidates = _patterns.closest_patterns(name, paths) if "/" in name else paths[:3]
-        raise ValueError(
-            f"hyperparameters: expected the name of a leaf of the state, got {name!r}. "
-            f"Injected hyperparameters: {injected}; optax.inject_hyperparams(optax.adam)("
-            "learning_rate=1e-3) injects one. Other leaves are named by their path, such as "
-            f"{', '.join(candidates)}."
-        )
+    injected = ", ".join(map(_name, filter(_is_injected, paths))) or "none"
+    candidates = _patterns.closest_patterns(name, paths) if "/" in name else paths[:3]
+    advice = (
+        f"Injected hyperparameters: {injected}; optax.inject_hyperparams injects them. Other "
+        f"leaves are named by their path, such as {', '.join(candidates)}."
+    )
+    require(matches, "hyperparameters", "the name of a leaf of the state", name, advice)
     for path in matches:
         _require_not_scheduled(path, paths)
     return matches
@@ -127,9 +125,8 @@ def _require_not_scheduled(path: str, paths: list[str]) -> None:
     if any(other.startswith(f"{schedule_path}/") for other in paths):
         raise ValueError(
             f"hyperparameters: expected a number at {path}, got a schedule, which would overwrite "
-            "it at the next step. Inject the factor of a schedule instead, as in "
-            "optax.inject_hyperparams(lambda peak: optax.adam(lambda count: peak * "
-            "schedule(count)))(peak=1e-3)."
+            "it. Inject its factor: optax.inject_hyperparams(lambda peak: optax.adam(lambda count: "
+            "peak * schedule(count)))(peak=1e-3)."
         )
 
 

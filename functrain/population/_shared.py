@@ -12,7 +12,6 @@ from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 from functrain.metrics._metric import Metered
 from functrain.rewrites._equations import find_producer, is_entered
-from functrain.step._state import TrainState
 
 
 def split_states(
@@ -22,22 +21,22 @@ def split_states(
 
     Args:
       states: The members, taken one at a time, so that only two of them have all leaves at once.
-      patterns: Patterns of the paths of shared leaves; none for states that share nothing.
+      patterns: Patterns of the paths of shared leaves.
 
     Raises:
-      ValueError: A pattern matches no leaf, or one that every step changes; or shared leaves differ
-        between members.
+      ValueError: A pattern matches no leaf, or shared leaves differ between members.
     """
+    if not patterns:
+        return list(states), None
     own: list[PyTree] = []
-    shared: PyTree | None = None
+    shared: PyTree = None
     for i, state in enumerate(states):
-        if not patterns:
-            own.append(state)
-            continue
-        if i == 0:
-            _require_sharable(state, patterns)
         shared_leaves = _select(state, patterns, is_match=True)
-        shared = shared_leaves if i == 0 else shared
+        if i == 0:
+            shared = shared_leaves
+            paths = [path for path, _ in _tree.leaves_with_path(state)]
+            for pattern in patterns:
+                _patterns.require_match("shared", pattern, paths)
         _require_equal(shared, shared_leaves, i)
         own.append(_select(state, patterns, is_match=False))
     return own, shared
@@ -98,7 +97,10 @@ def require_unchanged(step: Callable[..., Any], carry: PyTree, batch: PyTree, sh
     paths = [path for path, _ in _tree.leaves_with_path(shared)]
     pairs = zip(paths, jaxpr.outvars, strict=True)
     changed = [path for path, atom in pairs if _is_computed(atom, jaxpr)]
-    advice = "Share only what steps keep, such as model_state/frozen/** of lora or freeze."
+    advice = (
+        "Each member trains its params. functrain.lora(model, ...) and freeze(model, ...) "
+        'move the others into model_state: shared="model_state/frozen/**".'
+    )
     require_no_problems("shared", changed, "leaves that a step does not change", advice)
 
 
@@ -130,38 +132,8 @@ def _select(state: PyTree, patterns: Sequence[str], *, is_match: bool) -> PyTree
     return jax.tree_util.tree_map_with_path(select, state)
 
 
-def _require_sharable(state: PyTree, patterns: Sequence[str]) -> None:
-    """Raises ValueError if a pattern matches no leaf, or one that belongs to a single member."""
-    paths = [path for path, _ in _tree.leaves_with_path(state)]
-    for pattern in patterns:
-        _patterns.require_match("shared", pattern, paths)
-    trained = []
-    for path, is_trained in zip(paths, _are_trained(state), strict=True):
-        if is_trained and _patterns.any_matches(patterns, path):
-            trained.append(path)
-    advice = (
-        "Each member trains its params. functrain.lora(model, ...) and freeze(model, ...) "
-        'move the others into model_state: shared="model_state/frozen/**".'
-    )
-    require_no_problems("shared", trained, "leaves of model_state", advice)
-
-
-def _are_trained(state: PyTree) -> list[bool]:
-    """Returns for each leaf whether it is one of a TrainState's besides its model_state."""
-
-    def mark(node: Any) -> Any:
-        if not isinstance(node, TrainState):
-            return False
-        model_state = jax.tree.map(lambda _: False, node.model_state)
-        return jax.tree.map(lambda _: True, node).replace(model_state=model_state)
-
-    return jax.tree.leaves(jax.tree.map(mark, state, is_leaf=lambda x: isinstance(x, TrainState)))
-
-
 def _require_equal(expected: PyTree, got: PyTree, member: int) -> None:
     """Raises ValueError unless a member has the shared leaves of the first one, bit for bit."""
-    if got is expected:
-        return
     lines = _tree.differences(expected, got)
     if not lines:
         leaves = zip(_tree.leaves_with_path(expected), jax.tree.leaves(got), strict=True)

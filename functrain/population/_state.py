@@ -187,7 +187,7 @@ def stack(states: Sequence[PyTree], *, shared: str | Sequence[str] = ()) -> Popu
 
     Raises:
       ValueError: There are no states, or one differs from the first; the leaves that differ are
-        named. Or a pattern of `shared` matches no leaf, one that steps change, or one with other
+        named. Or a pattern of `shared` matches no leaf, or one with other
         values in another state.
 
     Examples:

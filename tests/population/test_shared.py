@@ -214,13 +214,6 @@ def test_a_diverging_member_stops_alone() -> None:
 
 
 def test_leaves_that_cannot_be_shared_are_refused() -> None:
-    for pattern in ("params/**", "**", "opt_state/**"):
-        with pytest.raises(
-            ValueError, match=r"shared: expected leaves of model_state, got\n  .*\n?"
-        ):
-            population(shared=pattern)
-    with pytest.raises(ValueError, match=r"got\n  params/a/a\n(.*\n)+.*functrain\.lora\(model"):
-        population(shared="params/a/*")
     with pytest.raises(ValueError, match=r"shared: .*got 'frozen/\*\*', which matches none"):
         population(shared="frozen/**")
     with pytest.raises(TypeError, match=r"shared: expected patterns, .*got int"):
@@ -248,3 +241,5 @@ def test_a_step_that_would_change_a_shared_leaf_is_refused() -> None:
             ft.fit(made, of_all(step), loader(), verbose=0)
         ft.fit(population(), of_all(step), loader(), verbose=0)
     ft.evaluate(made, of_all(EVAL), loader())
+    with pytest.raises(ValueError, match=r"got\n  params/a/a\n(.*\n)+.*functrain\.lora\(model"):
+        ft.fit(population(shared="params/a/*"), of_all(), loader(), verbose=0)
