@@ -1,7 +1,6 @@
 """Data go on where they were: no batch is repeated or left out, wherever the run was left."""
 
 import contextlib
-import json
 import pathlib
 from typing import Any
 
@@ -298,11 +297,3 @@ def test_a_batch_that_cannot_be_had_ends_the_run_and_not_the_checkpoint(
     assert checkpointer.latest() == 6
     Shaky.fails = False
     assert bits(trained(Shaky(), ft.Checkpointer(tmp_path))) == bits(trained(Resumable()))
-
-
-def test_what_the_first_batch_was_can_be_read_in_the_file(tmp_path: pathlib.Path) -> None:
-    trained(map_dataset(), ft.Checkpointer(tmp_path))
-    (last,) = sorted(tmp_path.glob("*/checkpoint.json"))[-1:]
-    said = json.loads(last.read_text())["checkpoint"]
-    assert said["data"] == {"data": "BatchMapDataset", "batches": 4}
-    assert said["documents"]["data"]["first"]["batch"]["(root)"]["spec"] == "float32[5, 3]"
