@@ -172,17 +172,9 @@ def test_members_lie_on_several_devices_and_stay_there() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda two: ft.fit(two, of_all(PLAIN), loader(), verbose=0),
-        lambda two: two[0],
-        lambda two: ft.population.select(two, [1, 2], mode="min"),
-    ],
-)
-def test_members_on_an_explicit_axis_are_refused_with_the_mesh_to_take(use) -> None:
+def test_members_on_an_explicit_axis_are_refused_with_the_mesh_to_take() -> None:
     mesh = ft.sharding.mesh({"members": -1}, explicit=True)
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("members"))
     two = jax.device_put(ft.population.stack([alone(0), alone(1)]), where)
     with pytest.raises(ValueError, match=r"automatic axes.*functrain.sharding.mesh"):
-        use(two)
+        ft.fit(two, of_all(PLAIN), loader(), verbose=0)

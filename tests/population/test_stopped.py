@@ -135,28 +135,16 @@ def test_the_run_ends_when_all_members_have_stopped() -> None:
     assert not state.active.any()
 
 
-def test_a_run_whose_members_have_all_diverged_is_ended() -> None:
-    start = ft.population.with_hyperparameters(population(), {"learning_rate": np.full(3, np.inf)})
-    step = of_all(PLAIN, stop_non_finite=True)
+def test_terminate_on_nan_ends_a_run_when_no_member_is_left() -> None:
+    def steps(rates, step):
+        start = ft.population.with_hyperparameters(population(), {"learning_rate": rates})
+        hooks = [ft.hooks.TerminateOnNaN()]
+        _, history = ft.fit(start, step, loader(), epochs=3, hooks=hooks, fuse=2, verbose=0)
+        return len(history.steps["loss"])
+
+    assert steps([0.01, np.inf, np.inf], OF_ALL) == 18
     with pytest.warns(UserWarning, match="TerminateOnNaN"):
-        _, history = ft.fit(
-            start, step, loader(), epochs=9, hooks=[ft.hooks.TerminateOnNaN()], fuse=2, verbose=0
-        )
-    assert len(history.steps["loss"]) < 20
-
-
-def test_terminate_on_nan_lets_a_population_go_on_while_one_member_trains() -> None:
-    rates = {"learning_rate": [0.01, np.inf, np.inf]}
-    start = ft.population.with_hyperparameters(population(), rates)
-    _, history = ft.fit(
-        start,
-        of_all(PLAIN),
-        loader(),
-        epochs=3,
-        hooks=[ft.hooks.TerminateOnNaN()],
-        verbose=0,
-    )
-    assert len(history.steps["loss"]) == 18
+        assert steps([np.inf] * 3, of_all(PLAIN, stop_non_finite=True)) < 18
 
 
 def test_an_early_stopping_goes_on_after_a_kill(tmp_path: pathlib.Path) -> None:

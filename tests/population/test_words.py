@@ -81,13 +81,9 @@ def test_a_schedule_is_no_place_for_a_hyperparameter() -> None:
         P.with_hyperparameters(P.stack([state]), {"learning_rate": [0.5]})
 
 
-@pytest.mark.parametrize("values", [[0.1, 0.2], np.ones((3, 2)), 0.1])
-def test_values_that_are_not_one_a_member_are_refused(values) -> None:
+def test_values_that_are_not_one_a_member_are_refused() -> None:
     with pytest.raises(ValueError, match=r"float32\[3\]"):
-        P.with_hyperparameters(make(), {"learning_rate": values})
-
-
-def test_counts_take_no_fractions() -> None:
+        P.with_hyperparameters(make(), {"learning_rate": [0.1, 0.2]})
     with pytest.raises(ValueError, match=r"int32\[3\], got float32\[3\]"):
         P.with_hyperparameters(make(), {"model_state/seen": [0.5, 1.0, 1.5]})
 
@@ -141,8 +137,6 @@ def test_loaders_of_members_that_do_not_match_are_refused() -> None:
         P.Loader([loader(), [(X, Y)]])
     with pytest.raises(ValueError, match=r"member 1.*\n  batch_size: expected 16, got 8"):
         P.Loader([loader(16), loader(8)])
-    with pytest.raises(ValueError, match=r"examples: expected 96, got 90"):
-        P.Loader([loader(), ft.ArrayLoader((X[:90], Y[:90]), 16)])
     with pytest.raises(ValueError, match=r"float32\[1, 8\](?s:.*)float64\[1, 8\]"):
         P.Loader([loader(), ft.ArrayLoader((X.astype("f8"), Y), 16)])
     whole = [ft.ArrayLoader((X[:n], Y[:n]), 16, drop_remainder=True) for n in (95, 80)]
@@ -153,8 +147,6 @@ def test_batches_for_each_member_are_refused_where_all_would_see_all_of_them() -
     own = P.Loader([loader(seed=i) for i in range(3)])
     with pytest.raises(ValueError, match=r"data: (?s:.*)data=\"per_member\""):
         ft.fit(make(), of_all(PLAIN), own, verbose=0)
-    with pytest.raises(ValueError, match=r"data: (?s:.*)data=\"per_member\""):
-        ft.evaluate(make(), of_all(EVAL), own)
     step = of_all(PLAIN, data="per_member")
     with pytest.raises(ValueError, match=r"eval_data: (?s:.*)data=\"per_member\""):
         ft.fit(make(), step, own, eval_data=own, eval_step=of_all(EVAL), verbose=0)
@@ -189,13 +181,6 @@ def watched(**how):
         verbose=0,
         **how,
     )
-
-
-def test_a_metric_that_nobody_computes_is_refused_before_the_first_step(tmp_path) -> None:
-    with pytest.raises(ValueError, match="val_f1"):
-        watched(hooks=[P.EarlyStopping("val_f1")])
-    with pytest.raises(ValueError, match="val_f1"):
-        watched(checkpointer=ft.Checkpointer(tmp_path / "run", monitor="val_f1"))
 
 
 def test_a_value_a_member_is_not_one_value(tmp_path) -> None:
