@@ -71,21 +71,13 @@ def _open_checkpoint(directory: str) -> Iterator[ArrayFile]:
         yield ArrayFile(specs, lambda path: stored.read(names[path]))
 
 
-def _library_errors(path: str, *errors: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """Context manager that turns a library's errors into a CheckpointCorruptError."""
-    return corrupt_on(
-        *errors,
-        expected=f"{path}: expected an intact {os.path.splitext(path)[1]} file",
-        advice="It is damaged, cut short, or not of the format in its name.",
-    )
-
-
 @contextlib.contextmanager
 def _open_safetensors(path: str) -> Iterator[ArrayFile]:
     to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
     library = import_optional("safetensors", to_install)
     # Opening it checks the header, its offsets, and the length of the file.
-    with _library_errors(path, library.SafetensorError), library.safe_open(path, "numpy"):
+    expected = f"{path}: expected an intact .safetensors file"
+    with corrupt_on(library.SafetensorError, expected=expected), library.safe_open(path, "numpy"):
         pass
     # The arrays are read here, because the library returns NumPy's own dtypes and bfloat16, but
     # not float8.
@@ -117,6 +109,7 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
     """Opens an HDF5 file, or one within an archive. Links to other files are not followed."""
     import h5py
 
+    expected = f"{path}: expected an intact {os.path.splitext(path)[1]} file"
     datasets: dict[str, Any] = {}
     layer_names: dict[str, str] = {}
 
@@ -128,13 +121,13 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
             layer_names[name.removesuffix("vars").rstrip("/")] = layer
 
     def read(name: str) -> np.ndarray:
-        with _library_errors(path, *_HDF5_ERRORS):
+        with corrupt_on(*_HDF5_ERRORS, expected=expected):
             raw = datasets[name][()]
         return np.asarray(raw).view(_hdf5_dtype(datasets[name]))
 
     with contextlib.ExitStack() as stack:
         specs = {}
-        with _library_errors(path, *_HDF5_ERRORS):
+        with corrupt_on(*_HDF5_ERRORS, expected=expected):
             stack.enter_context(h5py.File(file or path, "r")).visititems(add_node)
             for name, dataset in datasets.items():
                 if dataset.external or dataset.is_virtual:
@@ -155,10 +148,10 @@ def _hdf5_dtype(dataset: Any) -> np.dtype:
 @contextlib.contextmanager
 def _open_keras(path: str) -> Iterator[ArrayFile]:
     """Opens the weights in a Keras archive, which has checksums. Its config is not read."""
-    member = "model.weights.h5"
+    member, expected = "model.weights.h5", f"{path}: expected an intact .keras file"
     zip_errors = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError)
     with tempfile.TemporaryFile() as weights:
-        with _library_errors(path, *zip_errors), zipfile.ZipFile(path) as archive:
+        with corrupt_on(*zip_errors, expected=expected), zipfile.ZipFile(path) as archive:
             names = archive.namelist()
             if member not in names:
                 raise CheckpointMismatchError(

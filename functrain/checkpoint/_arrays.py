@@ -112,8 +112,8 @@ def _intersection(a: Box, b: Box) -> Box:
     return tuple(sides)
 
 
-def require_complete(record: Mapping[str, Any]) -> None:
-    """Raises ValueError unless the parts of a leaf in a manifest make up the array, each once."""
+def is_complete(record: Mapping[str, Any]) -> bool:
+    """Returns True if the parts of a leaf in a manifest make up the array, each once."""
     _, shape = _stored_spec(record)
     boxes = [_text_to_box(text) for _, _, text, _ in record["shards"]]
     # The parts of a sharding are the cells of a grid. Their sizes alone could add up even if one
@@ -123,10 +123,9 @@ def require_complete(record: Mapping[str, Any]) -> None:
         sides = sorted({(box[axis].start, box[axis].stop) for box in boxes})
         starts, stops = [start for start, _ in sides], [stop for _, stop in sides]
         if [*starts, length] != [0, *stops]:
-            raise ValueError("parts of it are missing, or outside of it")
+            return False
         cell_count *= len(sides)
-    if not len(boxes) == len(set(map(_box_to_text, boxes))) == cell_count:
-        raise ValueError("parts of it are missing, or there twice")
+    return len(boxes) == len(set(map(_box_to_text, boxes))) == cell_count
 
 
 def _stored_spec(record: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -170,7 +169,8 @@ class StoredArrays(contextlib.ExitStack):
         try:
             record = self._manifest["leaves"][name]
             dtype, shape = _stored_spec(record)
-            require_complete(record)
+            if not is_complete(record):
+                raise ValueError("parts of it are missing, or there twice")
             box = _leaves.full_box(shape) if box is None else box
             needed_shards = []
             for process, offset, text, checksum in record["shards"]:

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from functrain.checkpoint import _leaves, _manifest, _processes
-from functrain.checkpoint._arrays import StoredArrays, require_complete, write_arrays
-from functrain.checkpoint._errors import ObjectStoreError
+from functrain.checkpoint._arrays import StoredArrays, is_complete, write_arrays
+from functrain.checkpoint._errors import PARSE_ERRORS, ObjectStoreError, corrupt_on
 from functrain.checkpoint._files import MANIFEST, arrays_name, files_at, is_part, resolve_path
 from functrain.checkpoint._leaves import Leaf
 from functrain.checkpoint._manifest import DOCUMENTS, FILE, STATE
@@ -67,7 +67,7 @@ def read_checkpoint(likes: Likes, path: str) -> Content:
     # No structure is needed for the arrays of documents: they are read by their names.
     names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
     trees, arrays = _read_trees(path, manifest, likes(manifest), names)
-    with _manifest.parsing(f"{path}: expected a position and documents"):
+    with corrupt_on(*PARSE_ERRORS, expected=f"{path}: expected a position and documents"):
         documents = {}
         for name, document in manifest["documents"].items():
             documents[name] = _manifest.decode(document, arrays)
@@ -161,11 +161,11 @@ def write_checkpoint(
 
     def prepare_manifest() -> None:
         names = [arrays_name(process, save_id) for process in range(len(outcomes))]
-        is_complete = _processes.wait_until(lambda: files.has(directory, names))
+        are_visible = _processes.wait_until(lambda: files.has(directory, names))
         expected = "the arrays that all processes have written"
         advice = "Use a path that all processes see and no other program writes to."
         got = "only some of them"
-        require(is_complete, directory, expected, got, advice, error=RuntimeError)
+        require(are_visible, directory, expected, got, advice, error=RuntimeError)
         records = _leaf_records(directory, leaves, [shards for *_, shards in outcomes])
         for process, (_, length, checksum, _) in enumerate(outcomes):
             header = [process, 0, f"0:{length}", checksum]
@@ -208,14 +208,10 @@ def _leaf_records(
             record["stored"] = leaf.stored_spec
         for process, shards in enumerate(shards_by_process):
             record["shards"] += [[process, *shard] for shard in shards.get(name, [])]
-        try:
-            require_complete(record)
-        except ValueError as error:
-            raise ValueError(
-                f"{directory}: expected parts of the processes that make up each array once, got "
-                f"{_leaves.leaf_path(name)}: {error}. Nothing was saved. Place it in the same way "
-                "in every process."
-            ) from None
+        expected = "parts of the processes that make up each array once"
+        advice = "Nothing was saved. Place it in the same way in every process."
+        path = f"{directory}: {_leaves.leaf_path(name)}"
+        require(is_complete(record), path, expected, "others", advice)
     return records
 
 

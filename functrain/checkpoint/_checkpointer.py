@@ -55,7 +55,6 @@ class Checkpointer:
 
     Raises:
       ValueError: An argument is invalid.
-      FileExistsError: `directory` is a file.
       ImportError: It is a URL, and the library for it is not installed.
 
     Examples:
@@ -92,11 +91,6 @@ class Checkpointer:
         self.keep, self.keep_every, self.monitor = keep, keep_every, monitor
         self.budget, self.skipped = budget, 0
         self.directory = resolve_path(directory, "directory")
-        if os.path.isfile(self.directory):
-            raise FileExistsError(
-                f"{self.directory}: expected a directory for checkpoints, got a file. Choose "
-                "another path."
-            )
         self._lock = files_at(self.directory).lock(self.directory)
         self._monitored = Monitor(monitor, mode, self.directory)
         self._writer = Writer()

@@ -52,10 +52,10 @@ def is_refusal(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def corrupt_on(*errors: type[Exception], expected: str, advice: str) -> Iterator[None]:
+def corrupt_on(*errors: type[Exception], expected: str) -> Iterator[None]:
     """Context manager that turns errors of a reader into a CheckpointCorruptError.
 
-    Its message begins with `expected`, such as ``"PATH: expected ..."``, and ends with `advice`.
+    Its message begins with `expected`, such as ``"PATH: expected ..."``.
     """
     try:
         yield
@@ -66,5 +66,7 @@ def corrupt_on(*errors: type[Exception], expected: str, advice: str) -> Iterator
             raise
         # Parsers quote their input, which can be megabytes long.
         reason = getattr(error, "strerror", None) or str(error)[:200]
-        message = f"{expected}, got unreadable data: {reason.rstrip('.')}. {advice}"
-        raise CheckpointCorruptError(message) from error
+        raise CheckpointCorruptError(
+            f"{expected}, got unreadable data: {reason.rstrip('.')}. It is damaged, cut short, or "
+            "not of the format in its name: take another."
+        ) from error

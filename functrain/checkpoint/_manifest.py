@@ -7,7 +7,6 @@ up by a name in a file.
 """
 
 import base64
-import contextlib
 import functools
 import json
 import math
@@ -62,7 +61,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
             "wrote, or the directory of one step of a functrain.Checkpointer."
         )
     path = os.path.join(directory, MANIFEST)
-    with parsing(f"{path}: expected the manifest of a checkpoint"):
+    with corrupt_on(*PARSE_ERRORS, expected=f"{path}: expected the manifest of a checkpoint"):
         with files.open(path) as file:
             sealed = json.load(file)
         manifest = {"run": {}, "documents": {}, "values": {}, **sealed["checkpoint"]}
@@ -90,12 +89,6 @@ def read_manifest(directory: str) -> dict[str, Any]:
         values = decode(manifest["values"], {})
         manifest["values"] = {name: float(x) for name, x in values.items()}
     return manifest
-
-
-def parsing(expected: str) -> contextlib.AbstractContextManager[None]:
-    """Context manager that turns errors of parsing a manifest into a CheckpointCorruptError."""
-    advice = "It is damaged: take another checkpoint."
-    return corrupt_on(*PARSE_ERRORS, expected=expected, advice=advice)
 
 
 def parse_spec(spec: str) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -292,7 +292,7 @@ APART = """
     try:
         ft.save(f"{folder}/other", {"x": x})
     except (RuntimeError, ValueError) as error:
-        print("refused", "that make up each array once, got x: " in str(error))
+        print("refused", "x: expected parts of the processes" in str(error))
 """
 
 
