@@ -11,9 +11,8 @@ import flax.core
 import flax.linen as nn
 import jax
 
-from bridge.model._variables import OVERWRITTEN
 from functrain import ModelOutput, from_linen, from_nnx
-from functrain.internal import OverwrittenByGradient, PyTree, jit, require
+from functrain.internal import PyTree, jit, require
 from functrain.internal import tree as _tree
 
 Values: TypeAlias = dict[str, PyTree]
@@ -122,6 +121,4 @@ def _copy_collections(variables: Mapping[str, PyTree]) -> Values:
     for name in ("losses", "intermediates"):
         variables.pop(name, None)
     copies: Values = _tree.copy(variables)
-    if OVERWRITTEN in copies:
-        copies[OVERWRITTEN] = OverwrittenByGradient(copies[OVERWRITTEN])
     return copies

@@ -13,7 +13,6 @@ from bridge import keras_private
 from bridge.model import _names
 from bridge.model._names import Path
 from functrain.internal import (
-    OverwrittenByGradient,
     PyTree,
     fetch_global,
     require,
@@ -183,15 +182,13 @@ def from_collections(collections: Mapping[str, PyTree]) -> PyTree:
     variables = flax.core.unfreeze(dict(collections))
     state: dict[str, PyTree] = dict(variables.get("batch_stats", {}))
     if variables.get(OVERWRITTEN):
-        state[OVERWRITTEN] = OverwrittenByGradient(variables[OVERWRITTEN])
+        state[OVERWRITTEN] = variables[OVERWRITTEN]
     return state
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """Returns a mapping from paths to leaves as nested dicts, with the float8 scales marked."""
+    """Returns a mapping from paths to leaves as nested dicts."""
     tree: dict[str, Any] = flax.traverse_util.unflatten_dict(leaves)
-    if OVERWRITTEN in tree:
-        tree[OVERWRITTEN] = OverwrittenByGradient(tree[OVERWRITTEN])
     return tree
 
 

@@ -10,7 +10,7 @@ Files:
   _adapters: matrices with adapters, and products with them
   _cast: mixed precision
   _remat: less memory in exchange for more computation
-  _overwritten: values in a model state that their gradients replace
+  _scales: float8 scales, which their gradients replace
   _call: the arguments that modules are called with
 """
 

@@ -7,11 +7,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.core import unfreeze
-from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from functrain.common import _tree
-from functrain.common._checks import require, require_instance, require_no_problems
+from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.model._call import (
     model_of_module,
@@ -20,7 +19,6 @@ from functrain.model._call import (
     switches,
 )
 from functrain.model._model import Model, ModelOutput
-from functrain.model._overwritten import OverwrittenByGradient
 
 
 def from_linen(module: nn.Module) -> Model:
@@ -90,9 +88,6 @@ def from_linen(module: nn.Module) -> Model:
             grown = [path for path, x in flat.items() if _is_longer(later.get(path), x)]
             flat = {path: x for path, x in flat.items() if path not in grown}
         model_state = unflatten_dict(flat)
-        if OVERWRITE_WITH_GRADIENT in model_state:
-            scales = model_state[OVERWRITE_WITH_GRADIENT]
-            model_state[OVERWRITE_WITH_GRADIENT] = OverwrittenByGradient(scales)
         return params, model_state
 
     def call(
@@ -100,10 +95,6 @@ def from_linen(module: nn.Module) -> Model:
     ) -> ModelOutput:
         # A state that was created without a model_state has () there, and dict(()) is {}.
         collections = dict(model_state)
-        scales = collections.get(OVERWRITE_WITH_GRADIENT, OverwrittenByGradient())
-        expected = "the float8 scales that init returned"
-        name = f"model_state/{OVERWRITE_WITH_GRADIENT}"
-        require(isinstance(scales, OverwrittenByGradient), name, expected, scales)
         try:
             outputs, updated = module.apply(
                 {"params": params, **collections},
@@ -126,8 +117,7 @@ def from_linen(module: nn.Module) -> Model:
         if training and collections:
             # Variables that the module creates in this call are dropped: the structure of
             # model_state must stay the same from step to step.
-            # A call reads the scales of float8, and the step replaces them.
-            model_state = restrict_to(model_state, {**updated, OVERWRITE_WITH_GRADIENT: scales})
+            model_state = restrict_to(model_state, updated)
         return ModelOutput(outputs, model_state, tuple(jax.tree.leaves(losses)))
 
     return model_of_module(init, call)

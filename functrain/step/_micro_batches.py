@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from functrain.common import _tree
 from functrain.common._checks import require, require_integer, require_no_problems
 from functrain.common._types import PyTree
-from functrain.model._overwritten import join_overwritten, split_overwritten
+from functrain.model._scales import join_scales, split_scales
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._update import compute_loss, scaled
@@ -107,20 +107,20 @@ class _BatchLoss:
             trained: PyTree, model_state: PyTree, rng: Any, args: PyTree
         ) -> LossAndAux:
             params, scales = trained
-            model_state = join_overwritten(model_state, scales)
+            model_state = join_scales(model_state, scales)
             loss, aux = compute_loss(
                 self.loss_fn, params, model_state, *args, rng=rng, training=training
             )
-            return loss, aux.replace(model_state=split_overwritten(aux.model_state)[1])
+            return loss, aux.replace(model_state=split_scales(aux.model_state)[1])
 
-        scales, rest = split_overwritten(model_state)
+        scales, rest = split_scales(model_state)
         # Without a scan, a small batch costs no more than with `loss_fn`.
         if _example_count(args) <= self.size:
             loss, aux = loss_of_part((params, scales), rest, rng, args)
         else:
             total_loss = _accumulate(loss_of_part, self.size)
             loss, aux = total_loss((params, scales), rest, rng, args, self.scale)
-        return loss, aux.replace(model_state=join_overwritten(aux.model_state, scales))
+        return loss, aux.replace(model_state=join_scales(aux.model_state, scales))
 
 
 def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[..., LossAndAux]:

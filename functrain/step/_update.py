@@ -11,11 +11,7 @@ import optax
 from functrain.common import _tree
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
-from functrain.model._overwritten import (
-    OverwrittenByGradient,
-    join_overwritten,
-    split_overwritten,
-)
+from functrain.model._scales import join_scales, split_scales
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._notes import error_notes
@@ -78,12 +74,10 @@ def update(
     if hasattr(loss_fn, "with_scale"):
         loss_fn = loss_fn.with_scale(scale)
 
-    scales, _ = split_overwritten(state.model_state)
+    scales, _ = split_scales(state.model_state)
 
-    def loss_and_aux(
-        params: PyTree, scales: list[OverwrittenByGradient] = scales
-    ) -> tuple[jax.Array, Aux]:
-        model_state = join_overwritten(state.model_state, scales)
+    def loss_and_aux(params: PyTree, scales: PyTree = scales) -> tuple[jax.Array, Aux]:
+        model_state = join_scales(state.model_state, scales)
         return compute_loss(loss_fn, params, model_state, *args, rng=rng, training=True)
 
     scaled_loss = scaled(loss_and_aux, scale)
@@ -111,7 +105,7 @@ def update(
     )
     finite, _ = finite_and_scale(new.opt_state)
     # Float8 scales have new values in place of gradients.
-    model_state = join_overwritten(aux.model_state, new_scales)
+    model_state = join_scales(aux.model_state, new_scales)
     # `skip_non_finite` checks the loss, the gradients and the updates, but does not see the model
     # state. The forward pass of a skipped step may have put NaN into it, as into batch statistics.
     if finite is not None:

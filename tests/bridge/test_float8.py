@@ -147,14 +147,6 @@ def test_adapters_leave_the_scales_to_their_gradients() -> None:
     assert float(jnp.max(history["input_amax_history"])) == np.abs(X).max()
 
 
-def test_a_collection_without_its_mark_is_refused() -> None:
-    model = ft.from_linen(Net())
-    variables = Net().init(jax.random.key(0), X[:1])
-    params = variables.pop("params")
-    with pytest.raises(ValueError, match=r"_with_gradient: expected the float8 scales"):
-        model.apply(params, variables, X)
-
-
 def test_a_flax_layer_has_its_scales_overwritten_by_keras() -> None:
     variables = Net().init(jax.random.key(0), X[:1])
     layer = bridge.from_flax(Net(), variables=variables)
