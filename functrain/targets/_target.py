@@ -84,9 +84,6 @@ class Target:
         if sharding is None or isinstance(sharding, Sharding):
             chosen = sharding or SingleDeviceSharding(self.devices[0])
             return jax.tree.map(lambda x: self._place(x, chosen), tree)
-        are_shardings = all(isinstance(x, Sharding) for x in jax.tree.leaves(sharding))
-        expected = "a sharding, or a tree of them as from functrain.sharding.shardings"
-        require(are_shardings, "sharding", expected, sharding, error=TypeError)
         return jax.tree.map(self._place, tree, sharding)
 
     def _place(self, x: object, sharding: Sharding) -> jax.ShapeDtypeStruct:
