@@ -10,7 +10,7 @@ Files:
   _adapters: matrices with adapters, and products with them
   _cast: mixed precision
   _remat: less memory in exchange for more computation
-  _scales: float8 scales, which their gradients replace
+  _split: trees in two parts, such as params that are trained and frozen; float8 scales
   _call: the arguments that modules are called with
 """
 

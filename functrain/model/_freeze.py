@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from functrain.common import _patterns, _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, StateT
 from functrain.model._model import Model, ModelOutput, require_model
+from functrain.model._split import join, split
 
 _MODEL_STATE_PATH = re.compile(r"((?:.*?/)?)model_state/([^/]+)(.*)")
 _MERGED_PART = {"frozen": "params", "model": "model_state"}
@@ -79,7 +80,7 @@ def freeze(model: Model, *patterns: str) -> Model:
         require_frozen_state(model_state, "freeze")
         # Gradients are taken with respect to `params` only, so the frozen params that are merged
         # in here cost no operation in the backward pass.
-        merged = merge_params(params, model_state.frozen)
+        merged = join(model_state.frozen, params)
         output = model.apply(merged, model_state.model, inputs, **mode)
         return output._replace(model_state=model_state._replace(model=output.model_state))
 
@@ -111,41 +112,7 @@ def split_params(params: PyTree, name: str, patterns: Sequence[str]) -> tuple[Py
     for pattern in patterns:
         _patterns.require_match(name, pattern, paths)
 
-    def select(is_match: bool) -> PyTree:
-        def keep(path: Any, leaf: PyTree) -> PyTree:
-            matches = _patterns.any_matches(patterns, _tree.path_str(path))
-            # None is an empty subtree for jax, so that gradients and optimizers skip it.
-            return leaf if matches is is_match else None
-
-        return jax.tree_util.tree_map_with_path(keep, params)
-
-    return select(True), select(False)
-
-
-def merge_params(
-    trained: PyTree,
-    frozen: PyTree,
-    combine: Callable[[Any, Any], Any] = lambda frozen, trained: frozen,
-    *kinds: type,
-) -> PyTree:
-    """Returns all params, from two trees with None in place of what only the other has.
-
-    Args:
-      trained: The trained params.
-      frozen: The others.
-      combine: ``combine(frozen, trained)`` for a param of which both have a part.
-      *kinds: Further classes of leaves of `frozen`.
-    """
-
-    def is_leaf(x: Any) -> bool:
-        return x is None or isinstance(x, kinds)
-
-    def merge(leaf: Any, value: Any) -> Any:
-        if leaf is None:
-            return value
-        return leaf if value is None else combine(leaf, value)
-
-    return jax.tree.map(merge, frozen, trained, is_leaf=is_leaf)
+    return split(params, lambda path: _patterns.any_matches(patterns, path))
 
 
 def merge_name(state: Any) -> str:
@@ -212,6 +179,6 @@ def merge_frozen(state: StateT) -> StateT:
     require_merge(state, "merge_frozen")
     frozen_state: Any = state
     model_state = frozen_state.model_state
-    params = merge_params(frozen_state.params, model_state.frozen)
+    params = join(model_state.frozen, frozen_state.params)
     merged: StateT = frozen_state.replace(params=params, model_state=model_state.model)
     return merged

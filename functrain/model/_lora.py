@@ -20,6 +20,7 @@ from functrain.model import _adapters, _freeze
 from functrain.model._adapters import Adapted
 from functrain.model._freeze import FrozenState
 from functrain.model._model import Model, ModelOutput, require_model
+from functrain.model._split import join
 
 
 def lora(
@@ -116,10 +117,9 @@ def lora(
         fully_trained, base = _freeze.split_params(params, "train", train_patterns)
         adapters = _create_adapters(key, base, _adapted_paths(base, patterns, rank), rank)
         if base_dtype is not None:
-            base = _freeze.merge_params(
-                adapters, base, lambda w, _: _adapters.quantize(w, _first_output(w.shape))
-            )
-        trained = _freeze.merge_params(adapters, fully_trained)
+            quantize = _adapters.quantize
+            base = join(base, adapters, lambda w, _: quantize(w, _first_output(w.shape)))
+        trained = join(fully_trained, adapters)
         # An array, so that `merge_lora` needs nothing but the state.
         return trained, FrozenState(base, model_state, jnp.asarray(scale, jnp.float32))
 
@@ -184,7 +184,7 @@ def _adapted_params(trained: PyTree, model_state: FrozenState) -> PyTree:
         scale: Any = model_state.lora_scale
         return Adapted(_adapters.dequantize(w), a * scale.astype(a.dtype), adapter["b"])
 
-    return _freeze.merge_params(trained, model_state.frozen, adapt, _adapters.Quantized)
+    return join(model_state.frozen, trained, adapt, _adapters.Quantized)
 
 
 def _adapted_paths(base: PyTree, patterns: Sequence[str], rank: int) -> list[str]:

@@ -11,7 +11,7 @@ from jax.custom_derivatives import SymbolicZero
 from functrain.common import _tree
 from functrain.common._checks import require, require_integer, require_no_problems
 from functrain.common._types import PyTree
-from functrain.model._scales import join_scales, split_scales
+from functrain.model._split import join, split_scales
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._update import compute_loss, scaled
@@ -107,7 +107,7 @@ class _BatchLoss:
             trained: PyTree, model_state: PyTree, rng: Any, args: PyTree
         ) -> LossAndAux:
             params, scales = trained
-            model_state = join_scales(model_state, scales)
+            model_state = join(scales, model_state)
             loss, aux = compute_loss(
                 self.loss_fn, params, model_state, *args, rng=rng, training=training
             )
@@ -120,7 +120,7 @@ class _BatchLoss:
         else:
             total_loss = _accumulate(loss_of_part, self.size)
             loss, aux = total_loss((params, scales), rest, rng, args, self.scale)
-        return loss, aux.replace(model_state=join_scales(aux.model_state, scales))
+        return loss, aux.replace(model_state=join(scales, aux.model_state))
 
 
 def _accumulate(loss_of_part: Callable[..., LossAndAux], size: int) -> Callable[..., LossAndAux]:

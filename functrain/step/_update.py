@@ -11,7 +11,7 @@ import optax
 from functrain.common import _tree
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
-from functrain.model._scales import join_scales, split_scales
+from functrain.model._split import join, split_scales
 from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._notes import error_notes
@@ -77,7 +77,7 @@ def update(
     scales, _ = split_scales(state.model_state)
 
     def loss_and_aux(params: PyTree, scales: PyTree = scales) -> tuple[jax.Array, Aux]:
-        model_state = join_scales(state.model_state, scales)
+        model_state = join(scales, state.model_state)
         return compute_loss(loss_fn, params, model_state, *args, rng=rng, training=True)
 
     scaled_loss = scaled(loss_and_aux, scale)
@@ -105,7 +105,7 @@ def update(
     )
     finite, _ = finite_and_scale(new.opt_state)
     # Float8 scales have new values in place of gradients.
-    model_state = join_scales(aux.model_state, new_scales)
+    model_state = join(new_scales, aux.model_state)
     # `skip_non_finite` checks the loss, the gradients and the updates, but does not see the model
     # state. The forward pass of a skipped step may have put NaN into it, as into batch statistics.
     if finite is not None:
