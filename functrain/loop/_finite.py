@@ -33,7 +33,7 @@ class LossWatch:
         """Checks the steps of a chunk."""
         logs = event.host_logs()
         names = [name for name in logs if name.endswith("loss")]
-        bad_steps = []
+        is_finite = np.ones(event.steps, bool)
         for name in names:
             is_bad = ~np.isfinite(logs[name].astype(np.float64))
             for count in skip_counts(name, logs):
@@ -41,14 +41,11 @@ class LossWatch:
             # The loop calls this for every chunk, and nearly all losses are finite.
             if is_bad.any():
                 is_bad = is_bad.reshape(event.steps, -1)
-                bad_steps.append(is_bad.all(axis=1))
+                is_finite &= ~is_bad.all(axis=1)
                 self._store_first(event, name, is_bad)
-        if names and not bad_steps:
-            self.last_finite = event.step
-        elif bad_steps:
-            finite_steps = np.flatnonzero(~np.any(bad_steps, axis=0))
-            if finite_steps.size:
-                self.last_finite = event.step - event.steps + 1 + int(finite_steps[-1])
+        if names and is_finite.any():
+            last = int(np.flatnonzero(is_finite)[-1])
+            self.last_finite = event.step - event.steps + 1 + last
 
     def _store_first(self, event: ChunkEnd, name: str, is_bad: np.ndarray) -> None:
         """Stores the first bad step of each member; `is_bad` is `bool[steps, N]`."""

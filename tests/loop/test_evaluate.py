@@ -100,10 +100,6 @@ def test_a_loader_that_drops_examples_is_refused_for_evaluation() -> None:
             eval_data=dropping,
             eval_step=ft.eval_step(LOSS),
         )
-    members = ft.population.Loader([dropping] * 2)
-    population = ft.population.stack([STATE] * 2)
-    with pytest.raises(ValueError, match="a Loader that drops the remainder"):
-        ft.evaluate(population, ft.population.step(ft.eval_step(LOSS), data="per_member"), members)
     none_dropped = ft.ArrayLoader((X[:100], Y[:100]), 10, drop_remainder=True)
     assert ft.evaluate(STATE, ft.eval_step(LOSS), none_dropped)
 

@@ -188,20 +188,6 @@ def test_progress_can_be_silenced_and_misspelt_settings_are_refused() -> None:
         output("loud", terminal=False)
 
 
-def test_what_was_trained_survives_an_error_in_the_data() -> None:
-    state, step = setup()
-
-    def batches():
-        for i in range(5):
-            yield X[10 * i : 10 * i + 10], Y[10 * i : 10 * i + 10]
-        raise OSError("disk on fire")
-
-    with pytest.raises(OSError, match="disk on fire") as caught:
-        ft.fit(state, step, batches(), fuse=2, verbose=0)
-    assert int(caught.value.fit_result.state.step) == 5
-    assert len(caught.value.fit_result.history.steps["loss"]) == 5
-
-
 def test_an_evaluation_iterator_must_last() -> None:
     state, step = setup()
     with pytest.raises(ValueError, match="eval_data: expected data that can be iterated 2"):

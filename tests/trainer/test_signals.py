@@ -45,20 +45,6 @@ def test_a_sigterm_that_exits_waits_for_the_program_and_loses_nothing() -> None:
     assert float(state) == np.arange(12).sum()
 
 
-@pytest.mark.usefixtures("sigterm_exits")
-def test_a_second_signal_does_not_wait() -> None:
-    def batches() -> Any:
-        for i in range(20):
-            if i == 5:
-                signal.raise_signal(signal.SIGTERM)
-                signal.raise_signal(signal.SIGTERM)
-                raise AssertionError("it waited")
-            yield np.full(2, i, np.float32)
-
-    with pytest.raises(SystemExit):
-        ft.fit(jnp.zeros(()), step, batches(), fuse=4, verbose=0)
-
-
 @pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_says_that_it_was_heard(capsys) -> None:
     with pytest.raises(KeyboardInterrupt):
