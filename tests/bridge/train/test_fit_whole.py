@@ -4,6 +4,7 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 
 import gc
 import signal
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -169,16 +170,16 @@ def test_ctrl_c_while_a_model_is_built_waits_for_the_whole_model(monkeypatch) ->
         jax.tree.map(np.testing.assert_array_equal, bridge.keras_state(model, batch), expected)
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda model: bridge.fit(model, X, Y, verbose=0),
-        lambda model: bridge.fit(model, X, Y, validation_data=(X, Y), verbose=0),
-        lambda model: bridge.evaluate(model, X, Y, verbose=0),
-        lambda model: bridge.predict(model, X, verbose=0),
-    ],
-    ids=["fit", "fit with evaluations", "evaluate", "predict"],
-)
+RUNS: dict[str, Callable[[keras.Model], Any]] = {
+    "fit": lambda model: bridge.fit(model, X, Y, verbose=0),
+    "fit with evaluations": lambda model: fit(model, validation_data=(X, Y)),
+    "evaluate": lambda model: bridge.evaluate(model, X, Y, verbose=0),
+    "predict": lambda model: bridge.predict(model, X, verbose=0),
+}
+EACH_RUN = pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+
+
+@EACH_RUN
 def test_the_arrays_of_a_run_do_not_wait_for_the_garbage_collector(run) -> None:
     model = fresh()
     run(model)
@@ -207,3 +208,41 @@ def test_ctrl_c_ends_the_evaluation_of_a_stopped_fit(ctrl_c) -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(fresh(), callbacks=[callback], validation_data=(X, Y))
     assert batches == [0]
+
+
+@EACH_RUN
+def test_the_optimizer_of_before_a_second_compile_is_free_to_go(run: Any) -> None:
+    model = fresh()
+    model.optimizer.build(model.trainable_variables)
+    run(model)
+    before = [weakref.ref(x) for x in (model.optimizer, model.optimizer.variables[-1])]
+    model.compile("sgd", "mse")
+    gc.collect()
+    assert [ref() for ref in before] == [None, None]
+
+
+def test_a_model_is_free_to_go() -> None:
+    model = fresh()
+    fit(model, epochs=1)
+    before = weakref.ref(model)
+    del model
+    gc.collect()
+    assert before() is None
+
+
+def test_a_step_is_traced_once_for_each_shape_until_the_model_is_compiled_again() -> None:
+    traced = []
+
+    class Counting(keras.Sequential):
+        def train_step(self, state: Any, data: Any) -> Any:
+            traced.append(data[0].shape)
+            return super().train_step(state, data)
+
+    model = Counting([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+    for _ in range(3):
+        bridge.fit(model, X[:100], Y[:100], batch_size=8, epochs=3, verbose=0, fuse=5)
+    assert sorted(traced) == [(4, 8), (8, 8)]
+    model.compile("sgd", "mae")
+    fit(model)
+    assert len(traced) > 2
