@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 
-from functrain.common import _patterns, _tree
+from functrain.common import _patterns
 from functrain.common._checks import require
 from functrain.common._types import PyTree, StateT
 from functrain.model._model import Model, ModelOutput, require_model
-from functrain.model._split import join, split
+from functrain.model._split import join, split_by_patterns
 
 _MODEL_STATE_PATH = re.compile(r"((?:.*?/)?)model_state/([^/]+)(.*)")
 _MERGED_PART = {"frozen": "params", "model": "model_state"}
@@ -73,7 +73,7 @@ def freeze(model: Model, *patterns: str) -> Model:
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, model_state = model.init(key, inputs)
-        frozen, trained = split_params(params, "patterns", patterns)
+        frozen, trained = split_by_patterns(params, "patterns", patterns)
         return trained, FrozenState(frozen, model_state)
 
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
@@ -98,21 +98,6 @@ def require_frozen_state(model_state: PyTree, wrapper: str) -> None:
     is_frozen_state = isinstance(model_state, FrozenState)
     expected = f"the model_state that {wrapper}(model, ...).init returns"
     require(is_frozen_state, "model_state", expected, model_state, "Create the state with it.")
-
-
-def split_params(params: PyTree, name: str, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
-    """Returns the params that match a pattern, and the others, each with None for the rest.
-
-    Args:
-      params: The params.
-      name: The name of the argument that has the patterns.
-      patterns: The patterns, each of which has to match a param.
-    """
-    paths = list(dict(_tree.leaves_with_path(params)))
-    for pattern in patterns:
-        _patterns.require_match(name, pattern, paths)
-
-    return split(params, lambda path: _patterns.any_matches(patterns, path))
 
 
 def merge_name(state: Any) -> str:

@@ -20,7 +20,7 @@ from functrain.model import _adapters, _freeze
 from functrain.model._adapters import Adapted
 from functrain.model._freeze import FrozenState
 from functrain.model._model import Model, ModelOutput, require_model
-from functrain.model._split import join
+from functrain.model._split import join, split_by_patterns
 
 
 def lora(
@@ -114,7 +114,7 @@ def lora(
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, model_state = model.init(key, inputs)
-        fully_trained, base = _freeze.split_params(params, "train", train_patterns)
+        fully_trained, base = split_by_patterns(params, "train", train_patterns)
         adapters = _create_adapters(key, base, _adapted_paths(base, patterns, rank), rank)
         if base_dtype is not None:
             quantize = _adapters.quantize

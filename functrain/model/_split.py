@@ -1,12 +1,12 @@
 """Trees in two parts, each of which has None in place of what the other has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from functrain.common import _tree
+from functrain.common import _patterns, _tree
 from functrain.common._types import PyTree
 
 
@@ -23,6 +23,20 @@ def split(tree: PyTree, condition: Callable[[str], bool]) -> tuple[PyTree, PyTre
         return jax.tree_util.tree_map_with_path(keep, tree)
 
     return select(True), select(False)
+
+
+def split_by_patterns(tree: PyTree, name: str, patterns: Sequence[str]) -> tuple[PyTree, PyTree]:
+    """Returns the leaves whose paths match a pattern, and the others.
+
+    Args:
+      tree: A tree.
+      name: The name of the argument that has the patterns.
+      patterns: The patterns, each of which has to match a path.
+    """
+    paths = list(dict(_tree.leaves_with_path(tree)))
+    for pattern in patterns:
+        _patterns.require_match(name, pattern, paths)
+    return split(tree, lambda path: _patterns.any_matches(patterns, path))
 
 
 def join(

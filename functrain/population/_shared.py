@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from functrain.common import _patterns, _tree
+from functrain.common import _tree
 from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 from functrain.metrics._metric import Metered
+from functrain.model import _split
+from functrain.model._split import split_by_patterns
 from functrain.rewrites._equations import find_producer, is_entered
 
 
@@ -31,22 +33,17 @@ def split_states(
     own: list[PyTree] = []
     shared: PyTree = None
     for i, state in enumerate(states):
-        shared_leaves = _select(state, patterns, is_match=True)
+        shared_leaves, own_leaves = split_by_patterns(state, "shared", patterns)
         if i == 0:
             shared = shared_leaves
-            paths = [path for path, _ in _tree.leaves_with_path(state)]
-            for pattern in patterns:
-                _patterns.require_match("shared", pattern, paths)
         _require_equal(shared, shared_leaves, i)
-        own.append(_select(state, patterns, is_match=False))
+        own.append(own_leaves)
     return own, shared
 
 
 def join(own: PyTree, shared: PyTree | None) -> PyTree:
     """Returns a state with its own leaves and the shared ones."""
-    if shared is None:
-        return own
-    return jax.tree.map(lambda a, b: b if a is None else a, own, shared, is_leaf=_is_none)
+    return own if shared is None else _split.join(shared, own)
 
 
 def without_shared(state: PyTree, shared: PyTree | None) -> PyTree:
@@ -121,15 +118,6 @@ def _is_computed(atom: Any, jaxpr: core.Jaxpr) -> bool:
         if len(inner.outvars) == len(eqn.outvars) and _is_computed(inner.outvars[i], inner):
             return True
     return False
-
-
-def _select(state: PyTree, patterns: Sequence[str], *, is_match: bool) -> PyTree:
-    """Returns the leaves that match a pattern, or those that do not, and None for the others."""
-
-    def select(path: Any, leaf: PyTree) -> PyTree:
-        return leaf if _patterns.any_matches(patterns, _tree.path_str(path)) is is_match else None
-
-    return jax.tree_util.tree_map_with_path(select, state)
 
 
 def _require_equal(expected: PyTree, got: PyTree, member: int) -> None:
