@@ -93,7 +93,8 @@ class DeferredSignals:
             self._is_over = True
         if error is None or isinstance(error, Exception):
             # Not those of an enclosing block, whose run may save itself first.
-            self._handle_own()
+            if self._pending:
+                self._handle(*self._pending.pop(0))
             return
         # An exception is on its way that must not be replaced, so a pending signal is sent again
         # and handled afterwards. Python discards what is raised while a generator is closed.
@@ -105,14 +106,11 @@ class DeferredSignals:
 
     def handle_pending(self) -> None:
         """Handles a pending signal now, which usually raises."""
-        self._handle_own()
+        if self._pending:
+            self._handle(*self._pending.pop(0))
         enclosing = self._enclosing_pending()
         if enclosing is not None:
             enclosing.handle_pending()
-
-    def _handle_own(self) -> None:
-        if self._pending:
-            self._handle(*self._pending.pop(0))
 
     def _enclosing_pending(self) -> "DeferredSignals | None":
         """Returns the block that this one is within, if it has a signal to handle here."""

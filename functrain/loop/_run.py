@@ -70,11 +70,6 @@ class Run(Iterator[Event]):
         return self.loop.position
 
     @property
-    def epochs(self) -> int:
-        """The number of epochs of the training."""
-        return self.loop.epochs
-
-    @property
     def resumed(self) -> Resumed | None:
         """The checkpoint that the run resumed from, with its `position` and `finished`; or None."""
         return self.loop.resumed
