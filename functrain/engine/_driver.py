@@ -61,7 +61,7 @@ class Driver:
       kind: What the programs do with the step: train, evaluate or predict.
       rewrites: Which slow operations to rewrite.
       jit: False runs the body batch by batch, uncompiled.
-      place: Puts a chunk on the devices; None if the programs do.
+      put_chunk: Puts a chunk on the devices; None if the programs do.
 
     Attributes:
       carry: The carry that the last program returned. Its arrays may not be ready yet.
@@ -73,7 +73,7 @@ class Driver:
     kind: Kind = TRAINING
     rewrites: Mode = "auto"
     jit: bool = True
-    place: Callable[[PyTree], PyTree] | None = None
+    put_chunk: Callable[[PyTree], PyTree] | None = None
 
     def __post_init__(self) -> None:
         # Raises for a mode that does not exist, before anything is computed.
@@ -103,8 +103,8 @@ class Driver:
 
         The rows may not be ready yet: this waits only if too many programs are in flight already.
         """
-        if self.place is not None:
-            chunk = chunk._replace(batches=self.place(chunk.batches))
+        if self.put_chunk is not None:
+            chunk = chunk._replace(batches=self.put_chunk(chunk.batches))
         if self.jit:
             compiled = self._program(chunk.k, chunk.steps == chunk.k)
             batches = _tree.put_if_guarded(chunk.batches, self._scalars)

@@ -141,15 +141,15 @@ class Fused(Generic[StateT]):
     def lower(self, state: StateT, chunk: PyTree, steps: Any = None) -> jax.stages.Lowered:
         """Lowers the program, as `jax.jit(...).lower` does."""
         n = self.k if steps is None else steps
-        made = self._program(state, n, platform_of(state), read_pins(state))
-        lowered: jax.stages.Lowered = made.lower(state, chunk, n)
+        compiled = self._program(state, n, platform_of(state), read_pins(state))
+        lowered: jax.stages.Lowered = compiled.lower(state, chunk, n)
         return lowered
 
     def trace(self, state: StateT, chunk: PyTree, steps: Any = None) -> jax.stages.Traced:
         """Traces the program, as `jax.jit(...).trace` does."""
         n = self.k if steps is None else steps
-        made = self._program(state, n, platform_of(state), read_pins(state))
-        traced: jax.stages.Traced = made.trace(state, chunk, n)
+        compiled = self._program(state, n, platform_of(state), read_pins(state))
+        traced: jax.stages.Traced = compiled.trace(state, chunk, n)
         return traced
 
     def _program(self, state: PyTree, steps: Any, platform: str, pins: Pins | None) -> Any:

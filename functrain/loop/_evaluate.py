@@ -166,14 +166,14 @@ def begin_pass(
     step: Any, kind: Kind, arguments: RunArguments, state: PyTree, carry: PyTree
 ) -> Driver:
     """Begins a pass over data that leaves the state alone; returns the driver for its chunks."""
-    sharding, place = arguments.sharding, None
+    sharding, put_chunk = arguments.sharding, None
     if sharding is not None:
         # Padding and masking would not do: a loss returns only the mean over its batch, from which
         # the padding cannot be removed, and batch statistics or contrastive losses depend on the
         # whole batch. Computed whole on every device, the last batch is exact for every loss.
-        place = _placement.chunk_placer(sharding, replicates=True)
+        put_chunk = _placement.chunk_placer(sharding, replicates=True)
         carry, state = _placement.place_on_mesh((carry, state), sharding)
-    driver = Driver(step, kind, rewrites=arguments.rewrites, jit=arguments.jit, place=place)
+    driver = Driver(step, kind, rewrites=arguments.rewrites, jit=arguments.jit, put_chunk=put_chunk)
     driver.begin(carry, state)
     arguments.batches.begin(0)
     return driver

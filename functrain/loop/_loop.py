@@ -69,11 +69,10 @@ class Loop:
     def __post_init__(self, carry: PyTree) -> None:
         resumed, arguments = self.resumed, self.arguments
         self.batches = arguments.batches
+        sharding = arguments.sharding
+        put_chunk = None if sharding is None else _placement.chunk_placer(sharding)
         self.driver = Driver(
-            self.step,
-            rewrites=arguments.rewrites,
-            jit=arguments.jit,
-            place=arguments.sharding and _placement.chunk_placer(arguments.sharding),
+            self.step, rewrites=arguments.rewrites, jit=arguments.jit, put_chunk=put_chunk
         )
         self._epoch_end_is_pending = resumed is not None and resumed.epoch_end_is_pending
         self._epoch_is_over = resumed is not None and resumed.nothing_left

@@ -113,12 +113,12 @@ def resume(
         if refusal is not None and not manifest.get("done"):
             raise refusal
         _require_same_run(checkpointer, batches, manifest)
-        rest = _rest(checkpointer, batches, manifest, epochs)
-        if refusal is not None and not rest.finished:
+        remaining = _remaining(checkpointer, batches, manifest, epochs)
+        if refusal is not None and not remaining.finished:
             raise refusal
         # Hooks may have chosen another final state, such as the best one. With more epochs, the
         # run continues from the last state instead.
-        is_final = rest.finished and "final" in manifest["trees"]
+        is_final = remaining.finished and "final" in manifest["trees"]
         trees = {"final" if is_final else "state": state}
         has_metrics = metrics is not None and "metrics" in manifest["trees"]
         if has_metrics and not _leaves.differences(manifest, {"metrics": metrics}):
@@ -131,19 +131,21 @@ def resume(
 
     # `trees_to_read` raises before any array is read, or released.
     restored, trees, manifest = checkpointer._read(trees_to_read)
-    rest = _rest(checkpointer, batches, manifest, epochs)
-    rest = dataclasses.replace(
-        rest,
+    remaining = _remaining(checkpointer, batches, manifest, epochs)
+    remaining = dataclasses.replace(
+        remaining,
         state=trees.get("final", restored.state),
         metrics=trees.get("metrics"),
         values=restored.values,
         data=restored.documents["data"],
     )
     # If nothing is left, the data do not begin in this run.
-    if not rest.nothing_left:
-        # If one process finds other data, all must raise: the rest would wait for it forever.
+    if not remaining.nothing_left:
+        # If one process finds other data, all must raise: the others would wait for it forever.
         with processes.raise_in_all():
-            changed = batches.restore(rest.data, rest.position.epoch, rest.position.batch)
+            changed = batches.restore(
+                remaining.data, remaining.position.epoch, remaining.position.batch
+            )
             _require_same_data(checkpointer, changed)
     # Later checkpoints that could not be read are damaged, and the run writes them again.
     step = restored.position.step
@@ -152,15 +154,15 @@ def resume(
     if metrics is not None and not (manifest["epoch_over"] or "metrics" in trees):
         warn(
             "metrics: the checkpoint is from within an epoch, and of a step with other metrics "
-            f"or none. Those of epoch {rest.position.epoch} are of its remaining batches only."
+            f"or none. Those of epoch {remaining.position.epoch} are of its remaining batches only."
         )
     # A part that is new in this run, such as another hook, keeps its initial state.
     for name in parts.keys() & restored.documents.keys():
         parts[name].restore(restored.documents[name])
-    return rest
+    return remaining
 
 
-def _rest(
+def _remaining(
     checkpointer: Checkpointer, batches: Batches, manifest: dict[str, Any], epochs: int
 ) -> Resumed:
     """Returns what is left of a training after a checkpoint, without what it saved.
