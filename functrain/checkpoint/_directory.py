@@ -38,6 +38,8 @@ def path_of(directory: str, step: int) -> str:
 
 def visible_steps(directory: str) -> list[int]:
     """Returns the steps that the first process sees, as soon as this one sees them as well."""
+    if not _processes.is_multiprocess():
+        return steps(directory)
     group = _processes.main_group
     first_steps: list[int]
     first_directory, first_steps = group.call_on_first(lambda: [directory, steps(directory)])

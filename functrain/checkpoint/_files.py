@@ -76,20 +76,24 @@ class Disk:
 
         Of an empty folder it returns the name of the folder, and of a file {""}.
         """
-        names = set[str]()
         try:
             entries = list(os.scandir(directory))
         except FileNotFoundError:
             return set()
         except NotADirectoryError:
             return {""} if os.path.lexists(directory) else set()
-        for entry in entries:
-            # A link may lead anywhere.
-            if is_step_name(entry.name) and entry.is_dir(follow_symlinks=False):
-                in_folder = {f"{entry.name}/{name}" for name in self.names(entry.path)}
-                names |= in_folder or {entry.name}
-            else:
-                names.add(entry.name)
+        listed = {entry.name for entry in entries}
+        # A link may lead anywhere.
+        folders = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
+        steps = sorted(filter(is_step_name, folders))
+        names = listed.difference(steps)
+        # The oldest first: a writer removes one after it has written a newer one.
+        for step in steps:
+            in_folder = self.names(os.path.join(directory, step))
+            names |= {f"{step}/{name}" for name in in_folder} or {step}
+        # If a newer one has come meanwhile, those that were listed may be gone.
+        if steps and any(is_step_name(x) and x not in listed for x in os.listdir(directory)):
+            return self.names(directory)
         return names
 
     def has(self, directory: str, names: list[str]) -> bool:

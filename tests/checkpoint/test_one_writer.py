@@ -240,3 +240,24 @@ def test_two_processes_that_save_to_one_path_leave_a_whole_one_and_readers_never
     assert reads > 5
     assert ft.load(path, like)["y"][0] in (1, 2)
     assert os.listdir(tmp_path) == ["c"]
+
+
+@pytest.mark.slow
+def test_a_process_that_reads_is_not_disturbed_by_retention(tmp_path) -> None:
+    program = f"""
+import sys, numpy as np, functrain as ft
+checkpoints = ft.Checkpointer({str(tmp_path)!r}, keep=1)
+for step in range(1, 60):
+    checkpoints.save({{"x": np.full(20_000, step)}}, step)
+"""
+    like = {"x": np.zeros(20_000, int)}
+    with fork_server.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE) as writer:
+        checkpoints, seen = ft.Checkpointer(tmp_path), []
+        while writer.poll() is None:
+            if checkpoints.steps():
+                state, position, *_ = checkpoints.restore(like)
+                assert np.all(state["x"] == position.step)
+                seen.append(position.step)
+        assert writer.communicate()[1] == b""
+    assert seen == sorted(seen)
+    assert len(set(seen)) > 5
