@@ -85,6 +85,9 @@ MADE: dict[str, Callable[[], Any]] = {
     "stateless": lambda: optax.stateless(lambda g, p: jax.tree.map(lambda x: -0.1 * x, g)),
     "stateless_with_tree_map": lambda: optax.stateless_with_tree_map(lambda g, p: -0.1 * g - p),
     "trace": lambda: optax.chain(optax.trace(0.9), optax.scale(-0.1)),
+    "jitted": lambda: optax.GradientTransformation(
+        SGD.init, jax.jit(lambda grads, state, params=None: SGD.update(grads, state, params))
+    ),
     "with_extra_args_support": lambda: optax.with_extra_args_support(SGD),
     # In MultiSteps, whose class optax does not recognize as one that takes keywords.
     "MultiSteps of lbfgs": lambda: optax.MultiSteps(optax.lbfgs(), 2),
@@ -163,8 +166,8 @@ def by_hand(tx: Any, name: str) -> Any:
 
 # One of each kind of keywords and of state; the others take minutes to compile.
 QUICK = {
-    "adam", "inject_hyperparams", "masked", "momo", "polyak_sgd", "sam, opaque", "snapshot",
-    "MultiSteps of polyak_sgd", "MultiSteps of reduce_on_plateau", "MultiSteps of sam",
+    "adam", "jitted", "inject_hyperparams", "masked", "momo", "polyak_sgd", "sam, opaque",
+    "snapshot", "MultiSteps of polyak_sgd", "MultiSteps of reduce_on_plateau", "MultiSteps of sam",
     "scale_by_backtracking_linesearch", "hutchinson_estimator_diag_hessian",
 }  # fmt: skip
 
