@@ -128,14 +128,11 @@ def _perturb_copies(
         require(factors.ndim == 1 and factors.size, argument, expected, perturb[name])
         for path in paths:
             leaf = leaves[path]
-            # In the dtype of an integer leaf, fractions would be rounded down, often to 0.
-            are_integers = jnp.issubdtype(factors.dtype, jnp.integer)
-            expected = f"integers as factors of {_tree.strong_spec(leaf)}"
-            is_valid = are_integers or jnp.issubdtype(leaf.dtype, jnp.inexact)
-            require(is_valid, argument, expected, perturb[name])
-            of_leaf = jnp.asarray(factors, leaf.dtype)
+            # An integer leaf times a fraction is no integer, which `with_hyperparameters` refuses.
+            dtype = leaf.dtype if jnp.issubdtype(leaf.dtype, jnp.inexact) else None
+            of_leaf = jnp.asarray(factors, dtype)
             drawn = jax.random.choice(jax.random.fold_in(key, i + 1), of_leaf, (len(is_copy),))
-            factor = jnp.where(is_copy, drawn, 1).astype(leaf.dtype)
+            factor = jnp.where(is_copy, drawn, jnp.ones_like(drawn))
             values[path] = leaf * factor.reshape(-1, *[1] * (leaf.ndim - 1))
     return with_hyperparameters(population, values)
 

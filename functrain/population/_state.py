@@ -1,5 +1,6 @@
 """The states of many members, stacked: leaves have a leading axis of members, or are shared."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -76,10 +77,8 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         # jax clamps an index that is out of range, so it is checked here; and list(population)
         # ends at the first IndexError.
         require_population(self)
-        count = len(self)
+        count, i = len(self), operator.index(i)
         expected = f"a number from 0 to {count - 1}"
-        is_index = hasattr(i, "__index__")
-        require(is_index, "member", expected, i, "list(population)[...] slices.", error=TypeError)
         require(-count <= i < count, "member", expected, i, error=IndexError)
         # Copied, since a program may consume the state of a member, or the population.
         return join(jax.tree.map(lambda x: x[i], self.states), _tree.copy(self.shared))
@@ -87,9 +86,8 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
     def __repr__(self) -> str:
         count = getattr(self.active, "size", "?")
         # While the state is traced, or after it was donated, the mask has no values to count.
-        active = ""
-        if _tree.is_readable(self.active):
-            active = f"{int(self.active.sum())} active, "
+        is_readable = _tree.is_readable(self.active)
+        active = f"{int(self.active.sum())} active, " if is_readable else ""
         shared = "" if self.shared is None else f", shared={_repr.brief(self.shared)}"
         states = _repr.brief(self.states)
         return f"PopulationState({count} members, {active}states={states}{shared})"

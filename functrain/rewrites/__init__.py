@@ -1,6 +1,7 @@
 """Operations that XLA compiles badly, rewritten before they are compiled, for each platform.
 
-One rewrite a file. To add one: write the file, list it in `_optimize.REWRITES`, test it.
+One rewrite a file, or a few for one kind of operation. To add one: write it, list it in
+`_optimize.REWRITES`, test it.
 """
 
 from functrain.rewrites._optimize import Mode as Mode
