@@ -19,6 +19,11 @@ from functrain.internal import PyTree, check_tx, require
 from functrain.internal import tree as _tree
 
 _OWNER = "bridge.OptaxOptimizer"
+# Settings of Keras's updates, which a transformation does not use.
+_KERAS_SETTINGS = {
+    *("weight_decay", "clipnorm", "global_clipnorm", "clipvalue"),
+    *("use_ema", "gradient_accumulation_steps"),
+}
 _NUMBER = int | float | jax.Array | np.number | np.ndarray
 
 
@@ -165,6 +170,19 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
             layout=keras_private.variables.layout(owner) if has_owner_shape else None,
             name="_".join(names).replace("/", "_"),
         )
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Raises ValueError: the transformation decides which params decay."""
+        advice = "Pass mask=, a function of the params, to optax.adamw."
+        name = f"{_OWNER}.exclude_from_weight_decay"
+        require(False, name, "a mask in the transformation", var_list or var_names, advice)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; raises ValueError for settings that would have no effect."""
+        has_effect = name not in _KERAS_SETTINGS or value in (None, False)
+        advice = "Let the transformation do it: optax.chain(optax.clip(1.0), ...)."
+        require(has_effect, f"{_OWNER}.{name}", "None", value, advice)
+        super().__setattr__(name, value)
 
     @property
     def mapping(self) -> StateMapping:

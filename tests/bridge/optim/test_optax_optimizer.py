@@ -141,6 +141,18 @@ def test_the_paths_of_params_are_those_of_keras_in_every_model(build) -> None:
         assert sorted(seen) == sorted(paths)
 
 
+SETTINGS = ("weight_decay", "clipnorm", "global_clipnorm", "clipvalue", "use_ema")
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, "gradient_accumulation_steps"])
+def test_a_setting_without_an_effect_is_refused(name: str) -> None:
+    optimizer = bridge.OptaxOptimizer(optax.sgd, learning_rate=0.5)
+    with pytest.raises(ValueError, match=rf"OptaxOptimizer.{name}.*Let the transformation do it"):
+        setattr(optimizer, name, 2)
+    with pytest.raises(ValueError, match=r"exclude_from_weight_decay.*mask="):
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+
+
 def test_a_checkpoint_of_the_whole_model_is_refused_before_the_first_step(tmp_path: Any) -> None:
     model = make_model()
     model.compile(bridge.OptaxOptimizer(optax.sgd(0.5)), "mse")
