@@ -30,9 +30,8 @@ class Checkpointer:
     checkpoint if there is one; or save and restore by hand.
 
     Training continues while a checkpoint is written. It waits only until the state is in host
-    memory and, if the previous checkpoint is still being written, for that one. A checkpoint gets
-    its name only when it is complete, and all bytes have checksums: damaged ones are never
-    returned.
+    memory and, if the previous checkpoint is still being written, for that one. A checkpoint is
+    listed only when it is complete, and all bytes have checksums: damaged ones are never returned.
 
     Several processes (`jax.distributed`) each make a Checkpointer with one directory that all can
     see, and call its methods alike. Each process writes its parts of the arrays.
