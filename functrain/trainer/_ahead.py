@@ -110,10 +110,10 @@ def _check_evaluation(
 
 def _check_monitor(hook: EarlyStopping, state: PyTree, *, is_population: bool) -> None:
     """Raises ValueError if a hook watches members of a population, and there are none; or not."""
-    room, name = "population" if is_population else "hooks", type(hook).__name__
-    advice = "One watches each member of functrain.population.step(step), the other one value."
-    is_valid = hook.of_members == is_population
-    require(is_valid, "hooks", f"functrain.{room}.{name}", hook, advice)
+    expected = "a hook that watches one value, such as functrain.hooks.EarlyStopping"
+    if is_population:
+        expected = "a hook that watches each member, such as functrain.population.EarlyStopping"
+    require(hook.of_members == is_population, "hooks", expected, hook)
     if isinstance(hook, ReduceLROnPlateau):
         hook.require_rates(state)
 

@@ -186,11 +186,11 @@ def watched(**how):
 def test_a_value_a_member_is_not_one_value(tmp_path) -> None:
     with pytest.raises(ValueError, match=re.escape("functrain.population.EarlyStopping")):
         watched(hooks=[lambda event: None, ft.hooks.EarlyStopping("val_loss")])
-    with pytest.raises(ValueError, match="got ReduceLROnPlateau, which watches one value"):
+    with pytest.raises(ValueError, match=r"watches each member.* got ReduceLROnPlateau"):
         watched(hooks=[ft.hooks.ReduceLROnPlateau("val_loss")])
     with pytest.raises(ValueError, match="'val_loss/0'"):
         watched(checkpointer=ft.Checkpointer(tmp_path / "run", monitor="val_loss"))
-    with pytest.raises(ValueError, match=re.escape("is functrain.population.step")):
+    with pytest.raises(ValueError, match=r"watches one value.* got EarlyStopping"):
         ft.fit(make_state(KEY), PLAIN, loader(), hooks=[P.EarlyStopping("loss")], verbose=0)
     checkpointer = ft.Checkpointer(
         tmp_path / "of one", monitor="val_loss/1", every=ft.every(epochs=1)
