@@ -108,8 +108,7 @@ class DeferredSignals:
         """Handles a pending signal now, which usually raises."""
         if self._pending:
             self._handle(*self._pending.pop(0))
-        enclosing = self._enclosing_pending()
-        if enclosing is not None:
+        if self._enclosing is not None and (enclosing := self._enclosing_pending()) is not None:
             enclosing.handle_pending()
 
     def _enclosing_pending(self) -> "DeferredSignals | None":

@@ -78,7 +78,8 @@ class Evaluate:
         self.prefix = prefix
         # A loss that stays NaN would otherwise warn in every epoch.
         self._has_warned = False
-        self.require_same_steps([self.evaluation.arguments.sharding])
+        if self.evaluation.arguments.sharding is not None:
+            self.require_same_steps([self.evaluation.arguments.sharding])
 
     def __repr__(self) -> str:
         return _repr.call(self, data=self.data, every=self.every, prefix=self.prefix)

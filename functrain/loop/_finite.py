@@ -36,9 +36,9 @@ class LossWatch:
         is_finite = np.ones(event.steps, bool)
         for name in names:
             is_bad = ~np.isfinite(logs[name].astype(np.float64))
-            for count in skip_counts(name, logs):
-                is_bad &= ~(logs[count] > 0)
             # The loop calls this for every chunk, and nearly all losses are finite.
+            for count in skip_counts(name, logs) if is_bad.any() else ():
+                is_bad &= ~(logs[count] > 0)
             if is_bad.any():
                 is_bad = is_bad.reshape(event.steps, -1)
                 is_finite &= ~is_bad.all(axis=1)

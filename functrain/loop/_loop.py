@@ -204,39 +204,34 @@ class Loop:
 
     def _end(self, is_stopped: bool) -> Iterator[Event]:
         """Yields the last event; saves the last state, and the final one if a hook replaced it."""
+        event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
+        if self.saving is None or self.position.epoch >= self.epochs:
+            yield from self._yield_event(event)
+            return
         # Read before the event, whose hooks may replace the state, as `EarlyStopping` does. A run
         # that resumes for more epochs continues from the last state, not from the best one.
         trees, values = self._trees_to_save(), self._last_values
-        event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
+        resumed, over = self.resumed, self._epoch_is_over
         try:
             yield from self._yield_event(event)
         # Also GeneratorExit: an error of a hook ends the loop that reads these events.
         except BaseException:
             # A resumed run repeats the end. It must not continue a run that was stopped, and no
             # process saves alone.
-            is_new = self.resumed is None or not self.resumed.nothing_left
+            is_new = resumed is None or not resumed.nothing_left
             if is_new and not is_stopped and jax.process_count() == 1:
+                event = dataclasses.replace(event, values=values)
                 # A second error would hide this one.
                 with contextlib.suppress(Exception):
-                    self._save_end(event, values, trees)
+                    self.saving.save(event, trees, self.signals, epoch_is_over=over)
             raise
+        if resumed is not None and resumed.finished:
+            return
         if self.state is not trees["state"]:
             trees["state"], trees["final"] = event.original_state(), self.state
-        if self.resumed is None or not self.resumed.finished:
-            done = {"epochs": self.epochs, "stopped": is_stopped}
-            self._save_end(event, {**values, **event.values}, trees, done)
-
-    def _save_end(
-        self,
-        event: Event,
-        values: dict[str, Any],
-        trees: dict[str, PyTree],
-        done: dict[str, Any] | None = None,
-    ) -> None:
-        if self.saving is not None and self.position.epoch < self.epochs:
-            event = dataclasses.replace(event, values=values)
-            over = self._epoch_is_over
-            self.saving.save(event, trees, self.signals, epoch_is_over=over, done=done)
+        event = dataclasses.replace(event, values={**values, **event.values})
+        done = {"epochs": self.epochs, "stopped": is_stopped}
+        self.saving.save(event, trees, self.signals, epoch_is_over=over, done=done)
 
     def _yield_event(self, event: Event) -> Iterator[Event]:
         """Yields an event, and continues with the state that its hooks left in it."""

@@ -105,7 +105,10 @@ def update(
     )
     finite, _ = finite_and_scale(new.opt_state)
     # Float8 scales have new values in place of gradients.
-    model_state = join(new_scales, aux.model_state)
+    model_state = aux.model_state
+    # A loss may have dropped the model state, which is said where states are compared.
+    if jax.tree.leaves(new_scales):
+        model_state = join(new_scales, model_state)
     # `skip_non_finite` checks the loss, the gradients and the updates, but does not see the model
     # state. The forward pass of a skipped step may have put NaN into it, as into batch statistics.
     if finite is not None:

@@ -71,8 +71,8 @@ class Recorder:
         for name in sorted(logs, key=_rank):
             if name not in self._steps:
                 self._steps[name] = _Column()
-                steps_before = event.step - event.steps - self._steps_begin
-                self._steps[name].extend_missing(steps_before, logs[name])
+                if steps_before := event.step - event.steps - self._steps_begin:
+                    self._steps[name].extend_missing(steps_before, logs[name])
             self._steps[name].extend(logs[name])
         # A column of the history has a value for every step.
         for name in self._steps.keys() - logs.keys():
@@ -281,11 +281,10 @@ class _Column:
 
     def extend_missing(self, count: int, like: np.ndarray | None = None) -> None:
         """Appends NaN for steps that did not report the number, of the shape of others."""
-        if count:
-            like = self._numbers[-1] if like is None else like
-            dtype = np.float64 if like.dtype.kind in "biu" else like.dtype
-            numbers = np.full((count, *like.shape[1:]), np.nan).astype(dtype)
-            self.extend(numbers, np.zeros(count, bool))
+        like = self._numbers[-1] if like is None else like
+        dtype = np.float64 if like.dtype.kind in "biu" else like.dtype
+        numbers = np.full((count, *like.shape[1:]), np.nan).astype(dtype)
+        self.extend(numbers, np.zeros(count, bool))
 
     def numbers(self) -> np.ndarray:
         """Returns all numbers so far in a new array; another dtype of some makes it float64."""

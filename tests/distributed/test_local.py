@@ -99,7 +99,7 @@ def test_a_run_goes_on_in_mid_epoch_in_each_part(kind: str, found) -> None:
 
 def test_another_part_than_the_one_that_was_saved_is_refused(found) -> None:
     assert "process 1 failed" in found[0]["another part in the second"]
-    assert "data are not those of the run" in found[1]["another part in the second"]
+    assert "expected the data of the run that was saved" in found[1]["another part in the second"]
 
 
 @pytest.mark.parametrize("what", REFUSED)
