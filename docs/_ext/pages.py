@@ -36,7 +36,8 @@ CONTENTS = {  # the captions of the sidebar, and the pages under each
     "API": "api/training api/steps api/models api/fusing api/checkpoints api/events api/hooks "
     "api/metrics api/tx api/inspect api/sharding api/targets api/distributed api/population "
     "api/export api/rewrites api/bridge",
-    "Design": "design/index design/checkpoint-store design/loop-length design/rewrites",
+    "Design": "design/index design/core-tour design/checkpoint-store design/loop-length "
+    "design/rewrites",
     "Measurements": "more/benchmarks more/applications more/layers more/hub",
     "Project": "more/changelog more/contributing",
 }
