@@ -135,9 +135,10 @@ def require_evaluation(
     Only arrays are checked, since looking at other data might use them up. The step is traced if
     examples have other shapes than those of the training data.
     """
-    leaves = [x for x in keras.tree.flatten(data) if x is not None]
-    if not all(isinstance(x, np.ndarray | jax.Array) and x.dtype.kind in "biufV" for x in leaves):
-        return
+    for x in keras.tree.flatten(data):
+        is_array = isinstance(x, np.ndarray | jax.Array) and x.ndim and x.dtype.kind in "biufV"
+        if x is not None and not is_array:
+            return
     try:
         # This raises if lengths differ, or if there is no batch.
         batches = evaluation.batches()

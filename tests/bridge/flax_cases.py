@@ -13,11 +13,7 @@ from flax import nnx
 from keras import layers
 
 RNG = np.random.default_rng(0)
-
-
 X = RNG.normal(size=(40, 6)).astype(np.float32)
-
-
 Y = RNG.normal(size=(40, 2)).astype(np.float32)
 
 

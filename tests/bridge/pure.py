@@ -48,6 +48,3 @@ def assert_close(a, b, model=None):
 
 def snapshot(model):
     return [np.asarray(v) for v in model.variables]
-
-
-# Equal to Keras
