@@ -122,7 +122,7 @@ print(f"states: {size(adapters):.1f} MiB with adapters, {size(copies):.1f} MiB w
 ft.save(args.output / "adapters", adapters.states.params, overwrite=True)
 file_size = size(adapters.states.params)
 print(f"a file of eight adapters: {file_size:.2f} MiB; base: {size(base.params):.2f} MiB")
-merged = ft.merge_lora(adapters[3])
+merged = ft.merge_frozen(adapters[3])
 logits = Classifier().apply({"params": merged.params}, flat(TASKS["turned by 180°"](test_images)))
 accuracy = np.mean(np.argmax(logits, -1) == test_labels)
 print(f"flax, with the adapter for turned digits added: accuracy {accuracy:.3f}")

@@ -44,7 +44,6 @@ from functrain.model import from_linen as from_linen
 from functrain.model import from_nnx as from_nnx
 from functrain.model import lora as lora
 from functrain.model import merge_frozen as merge_frozen
-from functrain.model import merge_lora as merge_lora
 from functrain.model import remat as remat
 from functrain.step import Aux as Aux
 from functrain.step import LossFn as LossFn
@@ -104,7 +103,6 @@ __all__ = [
     "load",
     "lora",
     "merge_frozen",
-    "merge_lora",
     "metrics",
     "micro_batches",
     "population",

@@ -57,7 +57,7 @@ from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving
 from functrain.metrics._metric import labels_of as labels_of
 from functrain.metrics._metric import require_labels as require_labels
-from functrain.model._freeze import merge_name as merge_name
+from functrain.model._freeze import is_frozen as is_frozen
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import resolve_mode as resolve_mode
 from functrain.rewrites._compile import jit as jit

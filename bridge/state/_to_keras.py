@@ -11,7 +11,7 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
-from functrain.internal import PyTree, merge_name, require_one_of
+from functrain.internal import PyTree, is_frozen, require_one_of
 
 
 class HasVariables(Protocol):
@@ -47,9 +47,8 @@ def to_keras(
 
     Args:
       state: A TrainState, or any object with `params` and `model_state`; or a KerasState; or the
-        variables of `bridge.to_linen(model)`, a dict of collections. For a model frozen by
-        `functrain.freeze`, pass ``functrain.merge_frozen(state)``, and for one with adapters from
-        `functrain.lora`, ``functrain.merge_lora(state)``.
+        variables of `bridge.to_linen(model)`, a dict of collections. For a model of
+        `functrain.freeze` or `functrain.lora`, pass ``functrain.merge_frozen(state)``.
       model: A built `keras.Model` or layer.
       optimizer: "auto" leaves the optimizer unchanged if the state does not fit it, "require"
         raises then, and accepts optax's own states, and "leave" always leaves it unchanged. Ignored
@@ -88,10 +87,10 @@ def to_keras(
             "state: expected a TrainState, or anything with .params and .model_state, got "
             f"{type(state).__name__}. The order is bridge.to_keras(state, model)."
         )
-    if merge := merge_name(state):
+    if is_frozen(state):
         raise ValueError(
-            f"state: expected all params of the model, got a part of them. Pass the whole: "
-            f"bridge.to_keras(functrain.{merge}(state), model)."
+            "state: expected all params of the model, got a part of them. Pass the whole: "
+            "bridge.to_keras(functrain.merge_frozen(state), model)."
         )
     # All pairs are made and checked before any is written: a model is written whole or not at all.
     layout = _variables.layout_of_state(model, state.params, state.model_state)

@@ -50,8 +50,7 @@ PAGES = {  # by file name, in the order of the sidebar
     "models": Page(
         "Models",
         "functrain",
-        "Model ModelOutput from_linen from_nnx from_equinox freeze merge_frozen lora merge_lora "
-        "cast remat",
+        "Model ModelOutput from_linen from_nnx from_equinox freeze merge_frozen lora cast remat",
     ),
     "fusing": Page("Fusing", "functrain", "fuse Fused enable_compilation_cache"),
     "targets": Page("Targets", "functrain", "target Target"),

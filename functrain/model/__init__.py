@@ -20,7 +20,6 @@ from functrain.model._freeze import freeze as freeze
 from functrain.model._freeze import merge_frozen as merge_frozen
 from functrain.model._linen import from_linen as from_linen
 from functrain.model._lora import lora as lora
-from functrain.model._lora import merge_lora as merge_lora
 from functrain.model._model import Model as Model
 from functrain.model._model import ModelOutput as ModelOutput
 from functrain.model._nnx import from_nnx as from_nnx

@@ -1,6 +1,5 @@
 """Matrices with low-rank adapters, and models that use them without computing the sums."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -88,24 +87,24 @@ def apply_factored(function: Callable[..., Any], params: PyTree, *args: PyTree) 
     of a population share `w`, all of them are in one product with it, in place of one product for
     each with a matrix of its own.
     """
-    leaves, structure = jax.tree.flatten(params, is_leaf=_is_adapted)
-    matrices = [x.w if _is_adapted(x) else x for x in leaves]
-    adapters = {i: (x.a, x.b) for i, x in enumerate(leaves) if _is_adapted(x)}
 
-    def traced(matrices: list[Any], adapters: Any, *args: PyTree) -> Any:
-        return function(jax.tree.unflatten(structure, matrices), *args)
+    def traced(params: PyTree, *args: PyTree) -> Any:
+        return function(jax.tree.map(_matrix, params, is_leaf=_is_adapted), *args)
 
-    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(matrices, adapters, *args)
+    inputs = (params, *args)
+    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*inputs)
     jaxpr: Any = closed.jaxpr
     if not jaxpr.eqns:  # It returns its arguments.
         return function(add_adapters(params), *args)
-    # Dicts are flattened in the order of their keys.
-    adapter_vars = itertools.islice(jaxpr.invars, len(leaves), None)
-    pairs = zip(adapters, adapter_vars, adapter_vars, strict=False)
-    adapted = {jaxpr.invars[i]: (a, b) for i, a, b in pairs}
+    variables = jax.tree.unflatten(jax.tree.structure(inputs), jaxpr.invars)
+    adapted = {x.w: (x.a, x.b) for x in _tree.nodes(variables, Adapted)}
     run: Any = core.jaxpr_as_fun(closed.replace(jaxpr=_Factoring(adapted).rewrite(jaxpr)))
-    outputs = run(*jax.tree.leaves((matrices, adapters, args)))
+    outputs = run(*jax.tree.leaves(inputs))
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+def _matrix(x: Any) -> Any:
+    return x.w if _is_adapted(x) else x
 
 
 class _Factoring:

@@ -1,6 +1,6 @@
 """Modules as models: how they are called, and the state that they leave."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -9,7 +9,6 @@ from functrain.common._arguments import accepts, describe_signature, parameters
 from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.model._freeze import FrozenState
-from functrain.model._model import Model, ModelOutput
 
 # Flax and its users have several names for the same argument. Each name maps to its value in
 # training; its value otherwise is the opposite.
@@ -39,34 +38,12 @@ def require_one_input(module: Any, mode: Collection[str], advice: str = "") -> N
         )
 
 
-def model_of_module(
-    init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
-    call: Callable[[PyTree, PyTree, PyTree, jax.Array | None, bool], ModelOutput],
-) -> Model:
-    """Returns a model of the functions of an adapter.
-
-    Args:
-      init: As in `Model`.
-      call: ``call(params, model_state, inputs, rng, training)``, the `apply` of the model, to which
-        no model_state of `freeze` or `lora` is passed.
-    """
-
-    def apply(
-        params: PyTree,
-        model_state: PyTree,
-        inputs: PyTree,
-        /,
-        *,
-        rng: jax.Array | None = None,
-        training: bool = False,
-    ) -> ModelOutput:
-        expected = "that of this model, not of one that freeze or lora returned"
-        advice = "Use that model, or the state of merge_frozen(state) or merge_lora(state)."
-        is_own = not isinstance(model_state, FrozenState)
-        require(is_own, "model_state", expected, model_state, advice)
-        return call(params, model_state, inputs, rng, training)
-
-    return Model(init, apply)
+def require_own_state(model_state: PyTree) -> None:
+    """Raises ValueError for a model_state of `freeze` or `lora`, which belongs to another model."""
+    is_own = not isinstance(model_state, FrozenState)
+    expected = "that of this model, not of one that freeze or lora returned"
+    advice = "Use that model, or the state of merge_frozen(state)."
+    require(is_own, "model_state", expected, model_state, advice)
 
 
 def restrict_to(reference: PyTree, tree: PyTree) -> PyTree:

@@ -12,7 +12,7 @@ from functrain.common._arguments import parameters
 from functrain.common._checks import require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
-from functrain.model._call import model_of_module, require_one_input
+from functrain.model._call import require_one_input, require_own_state
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:
@@ -111,9 +111,10 @@ def from_equinox(
         initial: tuple[PyTree, PyTree] = jax.tree.unflatten(jax.tree.structure(tuple(like)), arrays)
         return initial
 
-    def call(
-        params: PyTree, model_state: PyTree, inputs: PyTree, rng: jax.Array | None, training: bool
+    def apply(
+        params: PyTree, model_state: PyTree, inputs: PyTree, rng: Any = None, training: bool = False
     ) -> ModelOutput:
+        require_own_state(model_state)
         _, _, static = structure()
         combined = eqx.combine(params, model_state["arrays"], static)
         combined = eqx.nn.inference_mode(combined, value=not training)
@@ -136,7 +137,7 @@ def from_equinox(
         outputs, new_state = run(inputs, old_state, keys)
         return ModelOutput(outputs, {**model_state, "state": new_state})
 
-    return model_of_module(init, call)
+    return Model(init, apply)
 
 
 def _is_inexact(x: Any) -> bool:

@@ -2,7 +2,7 @@
 
 import collections
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,7 @@ import jax
 from functrain.common import _patterns
 from functrain.common._checks import require
 from functrain.common._types import PyTree, StateT
+from functrain.model._adapters import Adapted, Quantized, add_adapters, apply_factored, dequantize
 from functrain.model._model import Model, ModelOutput, require_model
 from functrain.model._split import join, split_by_patterns
 
@@ -53,8 +54,7 @@ def freeze(model: Model, *patterns: str) -> Model:
 
     Raises:
       TypeError: `model` is not a Model, or a pattern is not a text.
-      ValueError: No pattern is given. From ``init``: a pattern matches no param. From ``apply``:
-        `model_state` does not come from a frozen model.
+      ValueError: No pattern is given. From ``init``: a pattern matches no param.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -76,15 +76,51 @@ def freeze(model: Model, *patterns: str) -> Model:
         frozen, trained = split_by_patterns(params, "patterns", patterns)
         return trained, FrozenState(frozen, model_state)
 
+    return frozen_model(model, init)
+
+
+def frozen_model(
+    model: Model,
+    init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]],
+    *,
+    is_factored: bool = False,
+) -> Model:
+    """Returns the model of an `init` whose model_state is a `FrozenState`.
+
+    Args:
+      model: The given model.
+      init: As in `Model`.
+      is_factored: Whether products with adapted matrices are computed without their sums.
+    """
+
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
-        require_frozen_state(model_state, "freeze")
+        # Traced arguments are positional; the others, such as `training`, decide what is traced.
+        rng = mode.pop("rng", None)
+
+        def run(params: PyTree, state: PyTree, inputs: PyTree, rng: Any) -> ModelOutput:
+            return model.apply(params, state, inputs, rng=rng, **mode)
+
         # Gradients are taken with respect to `params` only, so the frozen params that are merged
         # in here cost no operation in the backward pass.
-        merged = join(model_state.frozen, params)
-        output = model.apply(merged, model_state.model, inputs, **mode)
+        adapted, args = _adapted_params(params, model_state), (model_state.model, inputs, rng)
+        if is_factored:
+            output: ModelOutput = apply_factored(run, adapted, *args)
+        else:
+            output = run(add_adapters(adapted), *args)
         return output._replace(model_state=model_state._replace(model=output.model_state))
 
     return Model(init, apply)
+
+
+def _adapted_params(trained: PyTree, model_state: FrozenState) -> PyTree:
+    """Returns the params of the original model, with `Adapted` in place of adapted matrices."""
+
+    def adapt(w: Any, adapter: dict[str, jax.Array]) -> Adapted:
+        a: Any = adapter["a"]
+        scale: Any = model_state.lora_scale
+        return Adapted(dequantize(w), a * scale.astype(a.dtype), adapter["b"])
+
+    return join(model_state.frozen, trained, adapt, Quantized)
 
 
 def require_patterns(patterns: Sequence[str]) -> None:
@@ -93,26 +129,9 @@ def require_patterns(patterns: Sequence[str]) -> None:
     _patterns.as_patterns("patterns", patterns)
 
 
-def require_frozen_state(model_state: PyTree, wrapper: str) -> None:
-    """Raises ValueError unless a model_state is that of a model of `freeze` or `lora`."""
-    is_frozen_state = isinstance(model_state, FrozenState)
-    expected = f"the model_state that {wrapper}(model, ...).init returns"
-    require(is_frozen_state, "model_state", expected, model_state, "Create the state with it.")
-
-
-def merge_name(state: Any) -> str:
-    """Returns "merge_frozen" or "merge_lora", the function that a state needs; "" for another."""
-    model_state = getattr(state, "model_state", None)
-    if not isinstance(model_state, FrozenState):
-        return ""
-    return "merge_frozen" if model_state.lora_scale is None else "merge_lora"
-
-
-def require_merge(state: Any, name: str) -> None:
-    """Raises ValueError unless a state needs the function of this name."""
-    needed = merge_name(state)
-    advice = f"Use functrain.{needed}." if needed else "It has all its params: use it as it is."
-    require(needed == name, "state", f"one for functrain.{name}", state, advice)
+def is_frozen(state: Any) -> bool:
+    """Returns True for a state of a model of `freeze` or `lora`: `merge_frozen` makes it whole."""
+    return isinstance(getattr(state, "model_state", None), FrozenState)
 
 
 def merged_paths(paths: Collection[str], *, with_lora: bool = False) -> dict[str, str]:
@@ -121,7 +140,7 @@ def merged_paths(paths: Collection[str], *, with_lora: bool = False) -> dict[str
     Args:
       paths: Paths of the leaves of a state, or of a tree of states, frozen or not.
       with_lora: Whether the base of a model of `lora` gets the paths of the original params, too.
-        It has their shapes, but not the values that `merge_lora` returns.
+        It has their shapes, but not the values that `merge_frozen` returns.
     """
     allowed = {*_MERGED_PART, "lora_scale"} if with_lora else {*_MERGED_PART}
     matches = list(filter(None, map(_MODEL_STATE_PATH.fullmatch, paths)))
@@ -140,17 +159,19 @@ def merged_paths(paths: Collection[str], *, with_lora: bool = False) -> dict[str
 
 
 def merge_frozen(state: StateT) -> StateT:
-    """Returns the state of a frozen model as a state of the original model, with all params.
+    """Returns the state of a model of `freeze` or `lora` as a state of the original model.
 
-    Use it to write a Keras model back, ``bridge.to_keras(ft.merge_frozen(state), keras_model)``, or
-    to evaluate, save or export the original model. `opt_state` still covers the trained params
-    only: to train all params, create a new state from `params` and `model_state`.
+    Its params are those that `apply` used: the frozen and the trained ones, and for `lora` the base
+    with the adapters added, in the dtypes of the base, and without int8. Use it to write a Keras
+    model back, ``bridge.to_keras(ft.merge_frozen(state), keras_model)``, or to evaluate, save or
+    export the original model. `opt_state` still belongs to the trained params only: to train all
+    params, create a new state from `params` and `model_state`.
 
     Args:
       state: A TrainState, or any object with `params`, `model_state` and `replace`.
 
     Raises:
-      ValueError: The state does not belong to a frozen model.
+      ValueError: The state does not belong to such a model.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -161,9 +182,11 @@ def merge_frozen(state: StateT) -> StateT:
       >>> print(merge_frozen(state).params)
       {'a': Array([1., 1.], dtype=float32), 'b': Array([0., 0.], dtype=float32)}
     """
-    require_merge(state, "merge_frozen")
+    expected = "one of a model of freeze or lora"
+    advice = "A state of another model has all its params: use it as it is."
+    require(is_frozen(state), "state", expected, state, advice)
     frozen_state: Any = state
     model_state = frozen_state.model_state
-    params = join(model_state.frozen, frozen_state.params)
+    params = add_adapters(_adapted_params(frozen_state.params, model_state))
     merged: StateT = frozen_state.replace(params=params, model_state=model_state.model)
     return merged

@@ -6,19 +6,23 @@ import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import unfreeze
+from flax.core import DenyList, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from functrain.common import _tree
 from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.model._call import (
-    model_of_module,
     require_one_input,
+    require_own_state,
     restrict_to,
     switches,
 )
 from functrain.model._model import Model, ModelOutput
+
+# Sown values and perturbations belong to one application, not to the state that the next one
+# receives: they are as large as its batch.
+_LASTING = DenyList(("losses", "intermediates", "perturbations"))
 
 
 def from_linen(module: nn.Module) -> Model:
@@ -71,12 +75,8 @@ def from_linen(module: nn.Module) -> Model:
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         mode = _linen_switches(module, False)
         # flax returns FrozenDicts if it is configured to.
-        variables = unfreeze(module.init(key, inputs, **mode))
+        variables = unfreeze(module.init(key, inputs, mutable=_LASTING, **mode))
         params = variables.pop("params", {})
-        # Sown values and perturbations belong to one application, not to the state that the next
-        # one receives: they are as large as its batch.
-        for name in ("losses", "intermediates", "perturbations"):
-            variables.pop(name, None)
         flat = flatten_dict(variables)
         # A value that is sown into another collection is a tuple, as a variable may be. Only the
         # former grows when the module is applied again.
@@ -90,9 +90,10 @@ def from_linen(module: nn.Module) -> Model:
         model_state = unflatten_dict(flat)
         return params, model_state
 
-    def call(
-        params: PyTree, model_state: PyTree, inputs: PyTree, rng: jax.Array | None, training: bool
+    def apply(
+        params: PyTree, model_state: PyTree, inputs: PyTree, rng: Any = None, training: bool = False
     ) -> ModelOutput:
+        require_own_state(model_state)
         # A state that was created without a model_state has () there, and dict(()) is {}.
         collections = dict(model_state)
         try:
@@ -120,7 +121,7 @@ def from_linen(module: nn.Module) -> Model:
             model_state = restrict_to(model_state, updated)
         return ModelOutput(outputs, model_state, tuple(jax.tree.leaves(losses)))
 
-    return model_of_module(init, call)
+    return Model(init, apply)
 
 
 def _is_longer(new: PyTree, old: PyTree) -> bool:

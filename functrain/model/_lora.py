@@ -15,11 +15,11 @@ from functrain.common._checks import (
     require_no_problems,
     require_one_of,
 )
-from functrain.common._types import PyTree, StateT
-from functrain.model import _adapters, _freeze
-from functrain.model._adapters import Adapted
+from functrain.common._types import PyTree
+from functrain.model import _freeze
+from functrain.model._adapters import quantize
 from functrain.model._freeze import FrozenState
-from functrain.model._model import Model, ModelOutput, require_model
+from functrain.model._model import Model, require_model
 from functrain.model._split import join, split_by_patterns
 
 
@@ -76,14 +76,13 @@ def lora(
       A model whose ``init`` returns the adapters, ``{"a": ..., "b": ...}`` in place of each adapted
       matrix, the params of `train`, and None in place of other params. The model_state has the
       attributes `frozen`, the base, `model`, the model_state of the given model, and `lora_scale`,
-      f32[], alpha / rank. `merge_lora` adds the adapters to the base.
+      f32[], alpha / rank. `merge_frozen` adds the adapters to the base.
 
     Raises:
       TypeError: `model` is not a Model, or a pattern is not a text.
       ValueError: No pattern is given, or `rank`, `alpha` or `base_dtype` is invalid. From ``init``:
         a pattern matches no param, or no floating-point matrix that is not trained whole; or a
         matrix is smaller than `rank`.
-        From ``apply``: `model_state` does not come from a model of `lora`.
 
     References:
       Hu et al., LoRA: Low-rank adaptation of large language models, 2021
@@ -117,74 +116,12 @@ def lora(
         fully_trained, base = split_by_patterns(params, "train", train_patterns)
         adapters = _create_adapters(key, base, _adapted_paths(base, patterns, rank), rank)
         if base_dtype is not None:
-            quantize = _adapters.quantize
             base = join(base, adapters, lambda w, _: quantize(w, _first_output(w.shape)))
         trained = join(fully_trained, adapters)
-        # An array, so that `merge_lora` needs nothing but the state.
+        # An array, so that `merge_frozen` needs nothing but the state.
         return trained, FrozenState(base, model_state, jnp.asarray(scale, jnp.float32))
 
-    def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
-        _freeze.require_frozen_state(model_state, "lora")
-        # Traced arguments are positional; the others, such as `training`, decide what is traced.
-        rng = mode.pop("rng", None)
-
-        def run(params: PyTree, state: PyTree, inputs: PyTree, rng: Any) -> ModelOutput:
-            return model.apply(params, state, inputs, rng=rng, **mode)
-
-        adapted, args = _adapted_params(params, model_state), (model_state.model, inputs, rng)
-        if factored:
-            output: ModelOutput = _adapters.apply_factored(run, adapted, *args)
-        else:
-            output = run(_adapters.add_adapters(adapted), *args)
-        return output._replace(model_state=model_state._replace(model=output.model_state))
-
-    return Model(init, apply)
-
-
-def merge_lora(state: StateT) -> StateT:
-    """Returns the state of a model of `lora` as a state of the original model.
-
-    Its params are those that `apply` used: the base with the adapters added, in the dtypes of the
-    base, and without int8. Use it to write a Keras model back,
-    ``bridge.to_keras(ft.merge_lora(state), keras_model)``, or to evaluate, save or export the
-    original model. `opt_state` still belongs to the adapters: to train all params, create a new
-    state from `params` and `model_state`.
-
-    Args:
-      state: A TrainState, or any object with `params`, `model_state` and `replace`.
-
-    Raises:
-      ValueError: The state does not belong to a model of `lora`, or its params are not those of
-        the base.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from functrain import TrainState
-      >>> model = Model(init=lambda key, x: ({"w": jnp.eye(2), "b": jnp.zeros(2)}, {}), apply=None)
-      >>> params, model_state = lora(model, "w", rank=1).init(jax.random.key(0), None)
-      >>> params["w"] = {"a": jnp.ones((2, 1)), "b": jnp.ones((1, 2))}
-      >>> state = TrainState.create(params=params, model_state=model_state, tx=optax.sgd(0.1))
-      >>> print(merge_lora(state).params["w"])
-      [[2. 1.]
-       [1. 2.]]
-    """
-    _freeze.require_merge(state, "merge_lora")
-    lora_state: Any = state
-    model_state = lora_state.model_state
-    params = _adapters.add_adapters(_adapted_params(lora_state.params, model_state))
-    merged: StateT = lora_state.replace(params=params, model_state=model_state.model)
-    return merged
-
-
-def _adapted_params(trained: PyTree, model_state: FrozenState) -> PyTree:
-    """Returns the params of the original model, with `Adapted` in place of adapted matrices."""
-
-    def adapt(w: Any, adapter: dict[str, jax.Array]) -> Adapted:
-        a: Any = adapter["a"]
-        scale: Any = model_state.lora_scale
-        return Adapted(_adapters.dequantize(w), a * scale.astype(a.dtype), adapter["b"])
-
-    return join(model_state.frozen, trained, adapt, _adapters.Quantized)
+    return _freeze.frozen_model(model, init, is_factored=factored)
 
 
 def _adapted_paths(base: PyTree, patterns: Sequence[str], rank: int) -> list[str]:

@@ -1,7 +1,7 @@
 """A model as a pair of pure functions, in the style of optax optimizers."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
@@ -33,34 +33,14 @@ class ModelOutput(NamedTuple):
     losses: tuple[jax.Array, ...] = ()
 
 
-class ApplyFn(Protocol):
-    """A function ``(params, model_state, inputs, *, rng, training) -> ModelOutput``.
-
-    A function that wraps another model's `apply` takes `rng` and `training` as ``**mode`` and
-    passes them on.
-    """
-
-    def __call__(
-        self,
-        params: PyTree,
-        model_state: PyTree,
-        inputs: PyTree,
-        /,
-        *,
-        rng: jax.Array | None = None,
-        training: bool = False,
-    ) -> ModelOutput:
-        """Applies the model."""
-        ...
-
-
 class Model(NamedTuple):
     """A pair of pure functions.
 
     Attributes:
       init: ``init(key, inputs) -> (params, model_state)``. `inputs` is one pytree: a model with
         two inputs takes a tuple or a dict.
-      apply: ``apply(params, model_state, inputs, *, rng=None, training=False) -> ModelOutput``.
+      apply: ``apply(params, model_state, inputs, *, rng=None, training=False) -> ModelOutput``. A
+        function that wraps another model's `apply` takes `rng` and `training` as ``**mode``.
         `rng` is a typed key `key[]` for dropout and other randomness, or None for a model that
         is deterministic or keeps its own seed counters in `model_state`.
 
@@ -79,7 +59,7 @@ class Model(NamedTuple):
     """
 
     init: Callable[[jax.Array, PyTree], tuple[PyTree, PyTree]]
-    apply: ApplyFn
+    apply: Callable[..., ModelOutput]
 
 
 def require_model(model: Any) -> None:

@@ -11,8 +11,8 @@ from functrain.common import _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
 from functrain.model._call import (
-    model_of_module,
     require_one_input,
+    require_own_state,
     restrict_to,
     switches,
 )
@@ -103,9 +103,10 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
         # Copies, since a step may donate them, and the module must keep its own values.
         return _tree.copy(params), _tree.copy(model_state)
 
-    def call(
-        params: PyTree, model_state: PyTree, inputs: PyTree, rng: jax.Array | None, training: bool
+    def apply(
+        params: PyTree, model_state: PyTree, inputs: PyTree, rng: Any = None, training: bool = False
     ) -> ModelOutput:
+        require_own_state(model_state)
         graphdef, params_like, state_like = structure()
         old_state = _to_nnx_state(state_like, model_state, "model_state")
         nnx_params = _to_nnx_state(params_like, params, "params")
@@ -122,7 +123,7 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
         new_model_state = restrict_to(model_state, nnx.to_pure_dict(new_state))
         return ModelOutput(outputs, new_model_state, ())
 
-    return model_of_module(init, call)
+    return Model(init, apply)
 
 
 def _to_nnx_state(reference: PyTree, values: PyTree, name: str) -> PyTree:

@@ -54,9 +54,9 @@ def test_a_base_of_half_precision_keeps_its_dtype_and_adapters_are_float32(dtype
         state = create(model)
         assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("float32")}
         assert state.model_state.lora_scale.dtype == jnp.float32
-        assert ft.merge_lora(state).params["kernel"].dtype == dtype
+        assert ft.merge_frozen(state).params["kernel"].dtype == dtype
         assert model.apply(state.params, state.model_state, X.astype(dtype)).outputs.dtype == dtype
-    assert digest(ft.merge_lora(create(ft.lora(by_hand(kernel), "**", rank=2))).params) == digest(
+    assert digest(ft.merge_frozen(create(ft.lora(by_hand(kernel), "**", rank=2))).params) == digest(
         {"kernel": kernel}
     )
 

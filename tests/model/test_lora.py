@@ -62,10 +62,10 @@ def test_only_adapters_are_trained_and_at_first_the_model_is_its_base(
     assert sorted(shapes.values()) == [(2, 3), (2, 8), (6, 2), (8, 2)]
     slots = jax.tree.leaves(state.opt_state)
     assert sorted(x.shape for x in slots) == sorted([(), *shapes.values(), *shapes.values()])
-    base = ft.merge_lora(state).params if base_dtype else create(model).params
+    base = ft.merge_frozen(state).params if base_dtype else create(model).params
     if base_dtype is None:
         assert digest(state.model_state.frozen) == digest(base)
-        assert digest(ft.merge_lora(state).params) == digest(base)
+        assert digest(ft.merge_frozen(state).params) == digest(base)
     for training in (False, True):
         ours = adapted.apply(state.params, state.model_state, X, training=training)
         theirs = model.apply(base, create(model).model_state, X, training=training)
@@ -152,7 +152,7 @@ def test_an_array_with_many_axes_is_a_matrix(shape, a, b) -> None:
     assert jax.tree.map(jnp.shape, params) == {"kernel": {"a": a, "b": b}}
     params = {"kernel": {"a": params["kernel"]["a"], "b": jax.random.normal(KEY, b)}}
     state = ft.TrainState.create(params=params, model_state=model_state, tx=TX)
-    added = np.asarray(ft.merge_lora(state).params["kernel"], np.float64) - np.float64(kernel)
+    added = np.asarray(ft.merge_frozen(state).params["kernel"], np.float64) - np.float64(kernel)
     rows = np.prod(a[:-1])
     values = np.linalg.svd(added.reshape(rows, -1), compute_uv=False)
     assert (values > 1e-4).sum() == 2
@@ -174,7 +174,7 @@ def test_a_model_that_computes_with_integers_itself_is_a_base() -> None:
     model = ft.lora(ft.Model(init, apply), "**", rank=2)
     end = trained(model)
     assert end.params["body"] == {"scale": None, "values": None}
-    merged = ft.merge_lora(end).params
+    merged = ft.merge_frozen(end).params
     assert digest(merged["body"]) == digest(init(None, None)[0]["body"])
     assert (merged["head"] != jnp.eye(3)).any()
 
@@ -183,18 +183,16 @@ def test_a_trained_model_goes_to_keras_and_to_nnx() -> None:
     net = keras_net()
     model = ft.lora(bridge.from_keras(net), "**/kernel", rank=2, alpha=8)
     state = trained(model)
-    with pytest.raises(
-        ValueError, match=r"bridge\.to_keras\(functrain\.merge_lora\(state\), model"
-    ):
+    with pytest.raises(ValueError, match=r"bridge\.to_keras\(functrain\.merge_frozen\(state\)"):
         bridge.to_keras(state, net)
-    bridge.to_keras(ft.merge_lora(state), net)
+    bridge.to_keras(ft.merge_frozen(state), net)
     ours = jax.jit(model.apply)(state.params, state.model_state, X).outputs
     np.testing.assert_allclose(net.predict(X, verbose=0), ours, rtol=1e-5, atol=1e-6)
 
     module = NnxNet()
     wrapped = ft.lora(ft.from_nnx(module), "**/kernel", rank=2)
     state = trained(wrapped)
-    merged = ft.merge_lora(state)
+    merged = ft.merge_frozen(state)
     nnx.update(module, merged.params)
     nnx.update(module, merged.model_state)
     module.eval()
@@ -209,7 +207,7 @@ def test_it_combines_with_mixed_precision_and_freezing() -> None:
     assert "bf16[24,6] " in text
     inner = ft.freeze(ft.from_linen(Net(norm=False)), "body/**")
     state = trained(ft.lora(inner, "head/kernel", rank=2))
-    whole = ft.merge_frozen(ft.merge_lora(state))
+    whole = ft.merge_frozen(ft.merge_frozen(state))
     assert digest(whole.params["body"]) == digest(
         create(ft.from_linen(Net(norm=False))).params["body"]
     )
@@ -265,9 +263,11 @@ def test_a_new_head_is_trained_whole_beside_the_adapters(how, pattern) -> None:
     y = np.ones((8, 2), np.float32)
     for _ in range(3):
         state, _ = step(state, (x, y))
-    merged = ft.merge_lora(state).params
+    merged = ft.merge_frozen(state).params
 
-    base = ft.merge_lora(ft.TrainState.create(params=params, model_state=model_state, tx=tx)).params
+    base = ft.merge_frozen(
+        ft.TrainState.create(params=params, model_state=model_state, tx=tx)
+    ).params
 
     def loss(trained):
         kernel = base["body"]["kernel"] + trained["a"] @ trained["b"]
@@ -303,21 +303,11 @@ def test_wrong_arguments_are_refused() -> None:
         ft.lora(integers, "**", rank=2).init(KEY, X)
 
 
-def test_states_of_other_models_are_refused() -> None:
-    model = ft.from_linen(Net())
-    adapted, frozen = ft.lora(model, "body/**", rank=2), ft.freeze(model, "body/**")
-    state = create(model)
-    for wrapped in (adapted, frozen):
-        message = r"model_state: expected the model_state that (lora|freeze)\(model, .*init returns"
-        with pytest.raises(ValueError, match=message):
-            wrapped.apply(state.params, state.model_state, X)
-    with pytest.raises(ValueError, match=r"one for functrain\.merge_lora, .*merge_frozen"):
-        ft.merge_lora(create(frozen))
-    with pytest.raises(ValueError, match=r"one for functrain\.merge_frozen, .*Use .*merge_lora"):
-        ft.merge_frozen(create(adapted))
+def test_a_state_that_is_whole_already_is_refused() -> None:
+    state = create(ft.from_linen(Net()))
     for other in (state, state.params):
         with pytest.raises(ValueError, match="use it as it is"):
-            ft.merge_lora(other)
+            ft.merge_frozen(other)
 
 
 @pytest.mark.parametrize("kind", ["linen", "nnx", "equinox"])
@@ -327,5 +317,5 @@ def test_the_state_of_a_wrapped_model_is_refused_by_the_model_itself(kind) -> No
     else:
         model = MODELS[kind]()
     state = create(ft.lora(model, "**", rank=1))
-    with pytest.raises(ValueError, match=r"model_state: expected .*or merge_lora\(state\)"):
+    with pytest.raises(ValueError, match=r"model_state: expected .*of merge_frozen\(state\)"):
         model.apply(state.params, state.model_state, X)

@@ -199,7 +199,7 @@ def test_members_are_selected_resampled_stopped_and_predict() -> None:
     np.testing.assert_allclose(
         each[:, 5], ft.predict(new[5], step, ft.ArrayLoader(X, 32)), rtol=1e-4, atol=1e-5
     )
-    merged = ft.merge_lora(new[5])
+    merged = ft.merge_frozen(new[5])
     theirs = MODEL.apply(merged.params, merged.model_state, X).outputs
     np.testing.assert_allclose(each[:, 5], theirs, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(each[:, 0], MODEL.apply(*BASE, X).outputs, rtol=1e-4, atol=1e-5)
