@@ -165,7 +165,10 @@ def require_evaluation(
 def _array_shapes(batches: Batches) -> tuple[PyTree, PyTree]:
     """Returns the shapes of an example of arrays, and of their first batch; None for other data."""
     arrays = batches.arrays if isinstance(batches, KerasBatches) else None
-    return (None, None) if arrays is None else (arrays.shapes(1), arrays.shapes(arrays.first_size))
+    if arrays is None:
+        return None, None
+    # With the dtypes that arrays have in jax, which warns of others when it traces a step.
+    return arrays.shapes(1), _tree.shapes(arrays.shapes(arrays.first_size))
 
 
 def require_fit(model: keras.Model, callbacks: Any, *, has_checkpointer: bool) -> None:
