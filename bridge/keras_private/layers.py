@@ -5,43 +5,22 @@ from typing import Any
 import keras
 
 
-def sublayers(layer: keras.Layer) -> list[Any]:
-    """Returns the layers that a layer tracks itself, in Keras's own order.
+def members(layer: keras.Layer) -> list[Any]:
+    """Returns the variables, seed generators, metrics and layers that a layer itself holds.
 
-    Reads `Layer._layers`; checked with Keras 3.15.1. The public `Model.layers` exists on models
-    only, and in a Functional model leaves out layers attached as attributes. Without it no
-    variable of a sublayer is collected.
+    Variables that were created as trainable come first. Metrics of `compile` are left out. Reads
+    `Layer._trainable_variables`, `_non_trainable_variables`, `_seed_generators`, `_metrics` and
+    `_layers`; checked with Keras 3.15.1. The public lists are flat over the whole tree, so that
+    without these it is unknown which layer holds which variable, and there are no stable paths.
+    `Model.layers` also leaves out layers that are attached to a Functional model.
     """
-    return list(layer._layers)
-
-
-def own_variables(layer: keras.Layer) -> list[Any]:
-    """Returns the variables that a layer holds itself: trainable ones, then the others.
-
-    Reads `Layer._trainable_variables` and `Layer._non_trainable_variables`; checked with Keras
-    3.15.1. The public lists are flat over the whole tree; without these two it is unknown which
-    layer holds which variable, and there are no stable paths.
-    """
-    return [*layer._trainable_variables, *layer._non_trainable_variables]
-
-
-def seed_generators(layer: keras.Layer) -> list[Any]:
-    """Returns the SeedGenerators that a layer holds itself.
-
-    Reads `Layer._seed_generators`; checked with Keras 3.15.1. Without it a seed counter cannot be
-    told from any other variable, and nothing can be reseeded from a key.
-    """
-    return list(layer._seed_generators)
-
-
-def own_metrics(layer: keras.Layer) -> list[Any]:
-    """Returns the metrics that a layer holds itself, without those of `compile`.
-
-    Reads `Layer._metrics`; checked with Keras 3.15.1. The public `Model.metrics` mixes in the
-    compiled ones and leaves out those of nested models. Without it a metric that is updated
-    inside `call` is an update that no list holds.
-    """
-    return list(layer._metrics)
+    return [
+        *layer._trainable_variables,
+        *layer._non_trainable_variables,
+        *layer._seed_generators,
+        *layer._metrics,
+        *layer._layers,
+    ]
 
 
 def all_layers(layer: keras.Layer) -> list[Any]:

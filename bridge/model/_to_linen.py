@@ -94,7 +94,7 @@ class KerasModule(nn.Module):
                     continue
                 # In training a collection that is not mutable raises flax's error.
                 if training or self.is_mutable_collection(variable.collection):
-                    _write(variable, out.model_state)
+                    _write(variable, out.model_state[variable.name])
             for i, loss in enumerate(out.losses):
                 self.sow("losses", f"loss_{i}", loss)
         return out.outputs
@@ -110,14 +110,7 @@ def _copier(value: PyTree) -> Any:
     return lambda key: _tree.copy(value)
 
 
-def _write(variable: Any, state: PyTree) -> None:
-    """Assigns new values to a linen variable, unless all leaves are unchanged."""
-    old = variable.value
-
-    def new_leaf(path: Any, _: Any) -> Any:
-        return _variables.get_at(state[variable.name], _tree.keys(path))
-
-    new = jax.tree_util.tree_map_with_path(new_leaf, old)
-    # An unchanged variable need not be mutable.
-    if any(map(operator.is_not, jax.tree.leaves(old), jax.tree.leaves(new))):
+def _write(variable: Any, new: PyTree) -> None:
+    """Assigns a new value to a linen variable, which need not be mutable if nothing changed."""
+    if any(map(operator.is_not, jax.tree.leaves(variable.value), jax.tree.leaves(new))):
         variable.value = new

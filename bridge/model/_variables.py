@@ -118,7 +118,8 @@ def _walk(node: Any, path: Path, visited_ids: set[int]) -> Iterator[tuple[Path, 
     A shared variable has the path at which it is visited first. A SeedGenerator that a layer
     shares with its parent is tracked by both.
     """
-    members = _members(node)
+    is_metric = isinstance(node, keras.Metric)
+    members = node.variables if is_metric else keras_private.layers.members(node)
     for key, member in zip(_names.keys(node, members), members, strict=True):
         if id(member) in visited_ids:
             continue
@@ -127,17 +128,6 @@ def _walk(node: Any, path: Path, visited_ids: set[int]) -> Iterator[tuple[Path, 
             yield from _walk(member, (*path, key), visited_ids)
         else:
             yield (*path, key), member
-
-
-def _members(node: Any) -> list[Any]:
-    if isinstance(node, keras.Metric):
-        return list(node.variables)
-    return [
-        *keras_private.layers.own_variables(node),
-        *keras_private.layers.seed_generators(node),
-        *keras_private.layers.own_metrics(node),
-        *keras_private.layers.sublayers(node),
-    ]
 
 
 def require_no_new_variables(before: Layout, after: Layout) -> None:

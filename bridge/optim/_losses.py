@@ -114,7 +114,8 @@ def _loss_of_one_output(keras_loss: Any, *, is_reduced: bool = False) -> _LossAn
     ) -> tuple[jax.Array, Any]:
         # In every call, since Keras chooses the loss for "crossentropy" by shapes.
         loss = keras_private.losses.get_loss(keras_loss, y, outputs)
-        if _overrides_call(loss):
+        # Such a loss may do anything, also with its reduction.
+        if type(loss).__call__ is not keras.losses.Loss.__call__:
             return jnp.asarray(loss(y, outputs, sample_weight)), None
         values, weight, valid = keras_private.losses.losses_and_weight(
             loss, y, outputs, sample_weight
@@ -135,11 +136,6 @@ def _loss_of_one_output(keras_loss: Any, *, is_reduced: bool = False) -> _LossAn
     return loss_and_divisor
 
 
-def _overrides_call(loss: Any) -> bool:
-    """Returns True if a loss overrides `__call__`, so that its reduction may mean anything."""
-    return type(loss).__call__ is not keras.losses.Loss.__call__
-
-
 def _require_same_rank(sample_weight: jax.Array, values: Any) -> None:
     """Raises ValueError if weights would be broadcast along the wrong axis of the losses.
 
@@ -157,11 +153,9 @@ def _require_same_rank(sample_weight: jax.Array, values: Any) -> None:
 def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
     """Returns the sum of the losses of several outputs, times their factors."""
     losses = dict(_items(losses))
-    if isinstance(factors, Mapping | list | tuple):
-        factors = dict(_items(factors))
-    has_factors = isinstance(factors, dict) and factors.keys() == losses.keys()
+    factors = dict.fromkeys(losses, 1.0) if factors is None else dict(_items(factors))
     expected = f"a factor for each loss, {list(losses)}"
-    require(factors is None or has_factors, "loss_weights", expected, factors)
+    require(factors.keys() == losses.keys(), "loss_weights", expected, factors)
     functions: dict[Any, _LossAndDivisor] = {}
     for key, keras_loss in losses.items():
         if keras_loss is not None:
@@ -180,7 +174,7 @@ def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
             if isinstance(sample_weight, Mapping | list | tuple):
                 weights = entry_of_output(sample_weight, key, "sample_weight")
             value, divisor = function(output, labels, weights)
-            total = total + (value * factors[key] if factors else value)
+            total = total + value * factors[key]
             divisors.append(divisor)
         # A sum of means with different divisors is not one mean.
         is_one_mean = len(divisors) == 1 or all(divisor is None for divisor in divisors)

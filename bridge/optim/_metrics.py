@@ -67,9 +67,9 @@ def metric(
       >>> print(accuracy.compute(accuracy.update(accuracy.init(), batch, aux, None)))
       0.75
     """
-    # Keras chooses the kind of "accuracy" by the shapes; other metrics are always the same.
-    select_metric = _metric_selector(keras_metric)
-    any_kind = select_metric(None, None)
+    # Keras chooses the kind of "accuracy" by the shapes. The variables of all kinds are alike.
+    is_accuracy = isinstance(keras_metric, str) and keras_metric.lower() in ("accuracy", "acc")
+    any_kind = _metric_of("binary_accuracy" if is_accuracy else keras_metric)
     # Keras would take the outputs for the weights of the labels.
     takes_values = type(any_kind) in (keras.metrics.Mean, keras.metrics.Sum)
     expected = f"a function for {_name(any_kind)}, such as lambda outputs, y: outputs"
@@ -97,7 +97,7 @@ def metric(
             if not (weight is None or hasattr(weight, "shape")):
                 weight = entry_of_output(weight, output, "sample_weight")
         weights = {"sample_weight": weight} if weighted and weight is not None else {}
-        kind = select_metric(y, outputs)
+        kind = _accuracy(y, outputs) if is_accuracy else any_kind
         values_after = kind.stateless_update_state(m, *update_args(y, outputs), **weights)
         return _arrays(kind, values_after)
 
@@ -150,30 +150,18 @@ def _build(
         )
 
 
-def _metric_selector(keras_metric: Any) -> Callable[[PyTree, PyTree], Any]:
-    """Returns a function from labels and outputs to the Keras metric.
-
-    It returns the same metric for all arguments, except that Keras chooses the kind of "accuracy"
-    by shapes.
-    """
-    if isinstance(keras_metric, str) and keras_metric.lower() in ("accuracy", "acc"):
-        # One metric of each kind. The variables of all kinds have the same shapes.
-        kinds: dict[Any, Any] = {}
-
-        def select_accuracy(y: PyTree, outputs: PyTree) -> Any:
-            if y is None:
-                return kinds.setdefault(None, keras.metrics.BinaryAccuracy())
-            shapes = map(keras.KerasTensor, map(jnp.shape, (y, outputs)))
-            # The metric outlives the trace in which it is created, so it must not hold tracers.
-            with _scope.outside_of_traces():
-                accuracy = keras_private.metrics.get_metric(keras_metric, *shapes)
-            return kinds.setdefault(type(accuracy), accuracy)
-
-        return select_accuracy
+def _metric_of(keras_metric: Any) -> keras.Metric:
+    """Returns the metric that `compile` makes of a metric, a name or a function."""
     resolved = keras.metrics.get(keras_metric)
-    if not isinstance(resolved, keras.Metric):
-        resolved = keras.metrics.MeanMetricWrapper(resolved)
-    return lambda y, outputs: resolved
+    is_metric = isinstance(resolved, keras.Metric)
+    return resolved if is_metric else keras.metrics.MeanMetricWrapper(resolved)
+
+
+def _accuracy(y: PyTree, outputs: PyTree) -> keras.Metric:
+    """Returns the metric that `compile` makes of "accuracy" for such labels and outputs."""
+    shapes = map(keras.KerasTensor, map(jnp.shape, (y, outputs)))
+    with _scope.outside_of_traces():
+        return keras_private.metrics.get_metric("accuracy", *shapes)
 
 
 def _name(keras_metric: Any) -> str:

@@ -274,7 +274,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         return {
             "name": self.name,
             "tx": _plain_data.name_of(self._factory, _OWNER),
-            "arguments": _plain_data.encode_arguments(arguments, _OWNER),
+            "arguments": _plain_data.encode(arguments, _OWNER),
             # `_by_path` recognizes the variables of a loaded model by their paths and shapes.
             "variables": [[list(path), list(v.shape)] for path, v in trained.items()],
         }
@@ -283,7 +283,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     def from_config(cls, config: dict[str, Any]) -> "OptaxOptimizer":
         """Returns the optimizer that `get_config` described, without its state."""
         function = _plain_data.find_function(config["tx"])
-        arguments = _plain_data.decode_arguments(config["arguments"])
+        arguments = _plain_data.decode(config["arguments"])
         optimizer = cls(function, name=config["name"], **arguments)
         # Not by assignment, for the same reason as in `__init__`. `_by_path` reads them.
         optimizer.__dict__["_saved_paths"] = config["variables"]

@@ -27,7 +27,7 @@ def optimizer(
     The names in Muon's `exclude_layers` and in an OptimizerMap are matched against the paths of the
     params, or with `model` against the paths of its variables. Those in
     `exclude_from_weight_decay(var_names=...)` are matched against the last part of a path only, as
-    in Keras: "kernel", not the name of a layer.
+    in Keras: "kernel", not the name of a layer. `var_list=` is refused.
 
     Gradients must be those of the unscaled loss, and `loss_scale_factor` is ignored. A
     LossScaleOptimizer skips updates that would overflow at its scale; to scale the loss before it
@@ -42,8 +42,7 @@ def optimizer(
         initial slots: see `bridge.create_state`.
       model: The model whose params, as `bridge.create_state` returns them, will be trained: all of
         them, or those that `optax.masked` or `optax.multi_transform` selects. With a model, updates
-        apply the constraints of its variables, and variables can be excluded from weight decay by
-        identity.
+        apply the constraints of its variables.
 
     Returns:
       The transformation. Its state is a `KerasOptState(scalars, slots)`, and its `update` needs
@@ -52,8 +51,8 @@ def optimizer(
     Raises:
       TypeError: `keras_optimizer` is not a Keras optimizer, or its learning rate is an optax
         schedule.
-      ValueError: It was built for another model, or excludes variables from weight decay that are
-        not known. From `update`: params are missing, or gradients or state do not match them.
+      ValueError: It excludes variables from weight decay by `var_list=`. From `update`: params are
+        missing, or gradients or state do not match them.
 
     Examples:
       >>> import jax.numpy as jnp, keras, optax

@@ -42,11 +42,6 @@ def encode(value: Any, name: str) -> Any:
     return {"function": name_of(value, name)}
 
 
-def encode_arguments(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Returns keyword arguments as plain data; `name` is that of their function."""
-    return {key: encode(x, f"{name}: {key!r}") for key, x in arguments.items()}
-
-
 def decode(value: Any) -> Any:
     """Returns the value that `encode` encoded.
 
@@ -67,11 +62,6 @@ def decode(value: Any) -> Any:
         case {"class_name": _}:
             return keras.saving.deserialize_keras_object(value)
     return value
-
-
-def decode_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments that `encode_arguments` encoded."""
-    return {key: decode(x) for key, x in arguments.items()}
 
 
 def name_of(function: Any, name: str) -> str:

@@ -86,11 +86,11 @@ class OptaxSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
         """
         return {
             "function": _plain_data.name_of(self._function, "bridge.schedule"),
-            "arguments": _plain_data.encode_arguments(self._arguments, "bridge.schedule"),
+            "arguments": _plain_data.encode(self._arguments, "bridge.schedule"),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OptaxSchedule":
         """Returns the schedule that `get_config` described."""
         function = _plain_data.find_function(config["function"])
-        return cls(function, _plain_data.decode_arguments(config["arguments"]))
+        return cls(function, _plain_data.decode(config["arguments"]))

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import jax
 import keras
-import optax
 
 from bridge import keras_private
 from bridge.model._names import Path
@@ -102,19 +101,3 @@ def _role(path: Path, params: Mapping[Path, int]) -> Role:
         if path[start:] in params:
             return Role("/".join(path[:start]), params[path[start:]])
     return Role("/".join(path))
-
-
-_MOMENTS = {"mu": "momentums", "nu": "velocities"}
-# For each Keras optimizer, the states of optax that hold the same values, with Keras's name of the
-# slot for each field. Keras's momentum includes the learning rate, unlike that of `optax.sgd`.
-SLOT_FIELDS: dict[type, dict[type, dict[str, str]]] = {
-    keras.optimizers.Adam: {optax.ScaleByAdamState: _MOMENTS},
-    keras.optimizers.AdamW: {optax.ScaleByAdamState: _MOMENTS},
-    keras.optimizers.Lamb: {optax.ScaleByAdamState: _MOMENTS},
-    keras.optimizers.RMSprop: {optax.ScaleByRmsState: {"nu": "velocities"}},
-    keras.optimizers.Adagrad: {optax.ScaleByRssState: {"sum_of_squares": "accumulators"}},
-    keras.optimizers.Adadelta: {
-        optax.ScaleByAdaDeltaState: {"e_g": "accumulated_grads", "e_x": "accumulated_delta_vars"}
-    },
-    keras.optimizers.Lion: {optax.ScaleByLionState: {"mu": "momentums"}},
-}

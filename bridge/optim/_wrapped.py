@@ -1,7 +1,6 @@
 """A Keras optimizer as an optax transformation that runs Keras's own code."""
 
 import functools
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -70,15 +69,9 @@ class Wrapped:
     """The transformation of `bridge.optimizer`, with the methods `init` and `update`."""
 
     def __init__(self, optimizer: Any, model: keras.Layer | None) -> None:
-        self.optimizer = optimizer
         self.model = model
-        self._built: dict[Any, _Built] = {}
-        self._model_variables = {}
-        if model is not None:
-            # All of them: variables that are not trained may be excluded from weight decay too.
-            self._model_variables = {id(v): v for v in model.variables}
         # A copy, since the caller may change or build the optimizer later.
-        self._template = _copy_unbuilt(optimizer, self._model_variables)
+        self.optimizer = _copy_unbuilt(optimizer)
         self._constraints = None if model is None else ConstraintState()
 
     def init(self, params: PyTree) -> KerasOptState:
@@ -100,7 +93,11 @@ class Wrapped:
         advice = "Call tx.update(grads, opt_state, params)."
         require(params is not None, "bridge.optimizer", expected, params, advice)
         built = self.built_for(params)
-        old_values, grads = self.values(built, state), built.in_order(updates)
+        expected = f"the state of bridge.optimizer({type(self.optimizer).__name__})"
+        is_of_kind = isinstance(state, KerasOptState) and state.kind == kind_of(built.optimizer)
+        require(is_of_kind, "opt_state", expected, state, "Pass what init(params) returned.")
+        old_values = list(map(jnp.asarray, built.to_values(state)))
+        grads = built.in_order(updates)
         old_params = list(map(jnp.asarray, built.in_order(params)))
         if isinstance(self.optimizer, keras.optimizers.LossScaleOptimizer):
             # Keras expects gradients of the scaled loss and divides them by its scale. The scale is
@@ -113,30 +110,12 @@ class Wrapped:
         new_updates = list(map(update_to, new_params, old_params))
         return built.to_tree(new_updates), built.to_state(new_values, self._constraints)
 
-    def values(self, built: _Built, state: Any) -> list[Any]:
-        """Returns the values of the built optimizer's variables in a state.
-
-        Raises:
-          ValueError: The state belongs to another optimizer.
-        """
-        expected = f"the state of bridge.optimizer({type(self.optimizer).__name__})"
-        is_of_kind = isinstance(state, KerasOptState) and state.kind == kind_of(built.optimizer)
-        require(is_of_kind, "opt_state", expected, state, "Pass what init(params) returned.")
-        return list(map(jnp.asarray, built.to_values(state)))
-
     def built_for(self, params: PyTree) -> _Built:
-        """Returns the optimizer built for params of this structure, and caches it."""
-        leaves, treedef = jax.tree.flatten(params)
-        key = treedef, tuple((x.shape, jnp.result_type(x)) for x in map(jnp.asarray, leaves))
-        if key not in self._built:
-
-            def build(params: PyTree) -> list[Any]:
-                self._built[key], values = self._build(params)
-                return values
-
-            # Abstract evaluation: the initial values are not needed here.
-            jax.eval_shape(build, params)
-        return self._built[key]
+        """Returns the optimizer built for params like these."""
+        built: list[_Built] = []
+        # Abstract evaluation: the initial values are not needed here.
+        jax.eval_shape(lambda params: built.append(self._build(params)[0]), params)
+        return built[0]
 
     def _build(self, params: PyTree) -> tuple[_Built, list[Any]]:
         """Returns a copy of the optimizer, built for params, and the values of its variables."""
@@ -152,11 +131,7 @@ class Wrapped:
             # Keras optimizers are built for variables, not params. A stand-in has the value of a
             # param and, if there is a model, the attributes of the model's variable.
             stand_ins = [_stand_in(path, leaves[path], v) for path, v in model_variables.items()]
-            # In the copy, the stand-ins replace the model's variables. A variable that is masked
-            # out of the params has no stand-in, and stays.
-            replacements = dict(self._model_variables)
-            replacements.update(zip(map(id, model_variables.values()), stand_ins, strict=True))
-            copy = _copy_unbuilt(self._template, replacements)
+            copy = _copy_unbuilt(self.optimizer)
             copy.build(stand_ins)
             values = [v.value for v in copy.variables]
         # The copy is kept: its variables must hold neither tracers nor memory.
@@ -181,60 +156,41 @@ def _stand_in(path: Path, value: Any, model_variable: Any) -> Any:
     return variable
 
 
-def _copy_unbuilt(optimizer: Any, stand_ins: Mapping[int, Any]) -> Any:
+def _copy_unbuilt(optimizer: Any) -> Any:
     """Returns an unbuilt optimizer of the same class and settings.
 
     Loss scaling is removed, except that of a `LossScaleOptimizer`: see `bridge.optimizer`.
 
-    Args:
-      optimizer: A Keras optimizer, built or not.
-      stand_ins: The replacements of variables that may be excluded from weight decay, by the ids
-        of the variables.
-
     Raises:
-      ValueError: A variable is excluded from weight decay by identity and not in `stand_ins`.
+      ValueError: The optimizer excludes variables from weight decay by identity.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return type(optimizer)(
-            _copy_unbuilt(optimizer.inner_optimizer, stand_ins),
+            _copy_unbuilt(optimizer.inner_optimizer),
             initial_scale=optimizer.initial_scale,
             dynamic_growth_steps=optimizer.dynamic_growth_steps,
             name=optimizer.name,
         )
     if isinstance(optimizer, keras.optimizers.MultiOptimizer):
-        return _copy_multi_optimizer(optimizer, stand_ins)
+        return _copy_multi_optimizer(optimizer)
     settings = keras_private.optimizers.settings(optimizer)
     copy = type(optimizer).from_config({**settings, "loss_scale_factor": None})
-    _copy_exclusions(optimizer, copy, stand_ins)
+    # `get_config` leaves the variables out that do not decay.
+    ids, pattern = keras_private.optimizers.excluded_from_weight_decay(optimizer)
+    expected = "names of variables without weight decay: exclude_from_weight_decay(var_names=[...])"
+    require(not ids, "keras_optimizer", expected, f"{len(ids)} in var_list=")
+    if pattern:
+        copy.exclude_from_weight_decay(var_names=[pattern])
     return copy
 
 
-def _copy_multi_optimizer(optimizer: Any, stand_ins: Mapping[int, Any]) -> Any:
+def _copy_multi_optimizer(optimizer: Any) -> Any:
     optimizer_map = keras_private.optimizers.optimizer_map(optimizer)
     # Cached, so that an optimizer for several paths is copied once.
-    copy_inner = functools.cache(lambda inner: _copy_unbuilt(inner, stand_ins))
+    copy_inner = functools.cache(_copy_unbuilt)
     if not isinstance(optimizer_map, keras.optimizers.OptimizerMap):
         return type(optimizer)(lambda v: copy_inner(optimizer_map(v)), name=optimizer.name)
     by_path = {path: copy_inner(optimizer_map[path]) for path in optimizer_map}
     default = copy_inner(optimizer_map.default_optimizer)
     new_map = keras.optimizers.OptimizerMap(default, by_path)
     return type(optimizer)(new_map, name=optimizer.name)
-
-
-def _copy_exclusions(optimizer: Any, copy: Any, stand_ins: Mapping[int, Any]) -> None:
-    """Excludes the same variables from weight decay in a copy of an optimizer.
-
-    Raises:
-      ValueError: A variable is excluded by identity and not in `stand_ins`.
-    """
-    # `get_config` leaves the exclusions out.
-    ids, pattern = keras_private.optimizers.excluded_from_weight_decay(optimizer)
-    expected = (
-        f"that of the variables that {optimizer.name!r} excludes from weight decay by identity"
-    )
-    advice = "Pass bridge.optimizer(optimizer, model=model), or exclude by name: var_names=[...]."
-    got = "a model without some of them" if stand_ins else None
-    require(ids <= stand_ins.keys(), "model", expected, got, advice)
-    if ids or pattern:
-        names = [pattern] if pattern else None
-        copy.exclude_from_weight_decay(var_list=list(map(stand_ins.get, ids)), var_names=names)

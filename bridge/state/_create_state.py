@@ -35,9 +35,8 @@ def create_state(
       optimizer: Says when `opt_state` and `step` continue from the optimizer that the model was
         compiled with. "auto": if that optimizer is built, and `tx` is
         ``bridge.optimizer(model.optimizer)``, or the `tx` of its OptaxOptimizer.
-        "require": always, also from Keras's Adam, AdamW, Lion, RMSprop, Adagrad or Adadelta to
-        the optax optimizer of the same name. Make sure that `tx` is that one: the states of adamax
-        and yogi look like that of adam, but hold other values. "new": never.
+        "require": always, also if `tx` contains that transformation, as a part of a chain or under
+        a mask. "new": never.
 
     Returns:
       A TrainState of nested dicts: `params` are the trainable variables (float32 masters under a

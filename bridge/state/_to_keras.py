@@ -40,19 +40,13 @@ def to_keras(
     state is that of `bridge.optimizer` of such an optimizer, or of the model's
     OptaxOptimizer. The slots of frozen params keep their values.
 
-    optax's adam, adamw, lion, rmsprop, adagrad and adadelta keep the same values as the Keras
-    optimizers of these names, but their states do not say by which of them they were made: a state
-    of adamax or yogi looks like one of adam, with other values. So these are written only with
-    ``optimizer="require"``, by which you say that the state is of the optimizer of that name.
-
     Args:
       state: A TrainState, or any object with `params` and `model_state`; or a KerasState; or the
         variables of `bridge.to_linen(model)`, a dict of collections. For a model of
         `functrain.freeze` or `functrain.lora`, pass ``functrain.merge_frozen(state)``.
       model: A built `keras.Model` or layer.
       optimizer: "auto" leaves the optimizer unchanged if the state does not fit it, "require"
-        raises then, and accepts optax's own states, and "leave" always leaves it unchanged. Ignored
-        for a KerasState.
+        raises then, and "leave" always leaves it unchanged. Ignored for a KerasState.
 
     Returns:
       `model`.
@@ -100,13 +94,8 @@ def to_keras(
     _variables.require_values(trees)
     if optimizer != "leave":
         try:
-            pairs += _transfer.to_optimizer(
-                opt_state,
-                model,
-                layout,
-                step=getattr(state, "step", None),
-                allow_plain=optimizer == "require",
-            )
+            step = getattr(state, "step", None)
+            pairs += _transfer.to_optimizer(opt_state, model, layout, step=step)
         except _transfer.OptimizerMismatchError:
             if optimizer == "require":
                 raise

@@ -5,30 +5,18 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from bridge import keras_private
 from bridge.model import _variables
 from bridge.model._names import Path
 from bridge.optim._optax_optimizer import OptaxOptimizer, from_plain_array, key_impl, to_plain_array
 from bridge.optim._optimizers import inner_optimizer, step_counter
-from bridge.optim._slots import (
-    SLOT_FIELDS,
-    KerasOptState,
-    Role,
-    kind_of,
-    roles_of_leaves,
-    roles_of_variables,
-)
+from bridge.optim._slots import KerasOptState, Role, kind_of, roles_of_leaves, roles_of_variables
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
 # An optimizer's variables, with a value for each.
 Pairs: TypeAlias = list[tuple[Any, jax.Array]]
-
-# An optimizer with a schedule has no variable for the learning rate, and some states of optax do
-# not count updates.
-_OPTIONAL = {Role("learning_rate"), Role("iterations")}
 
 
 class OptimizerMismatchError(ValueError):
@@ -48,7 +36,7 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     Raises:
       OptimizerMismatchError: The optimizer is not built, or has other variables.
     """
-    optimizer = _optimizer(model, opt_state, allow_plain=True)
+    optimizer = _optimizer(model, opt_state)
     if not optimizer.built:
         problem = f"the optimizer {optimizer.name!r} has not been built, and has no slots"
         raise OptimizerMismatchError(problem)
@@ -63,9 +51,7 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
     return _tree.copy(jax.tree.unflatten(treedef, values)), step_counter(optimizer).value
 
 
-def to_optimizer(
-    opt_state: PyTree, model: Any, layout: _variables.Layout, *, step: Any, allow_plain: bool
-) -> Pairs:
+def to_optimizer(opt_state: PyTree, model: Any, layout: _variables.Layout, *, step: Any) -> Pairs:
     """Returns new values for the variables of the model's optimizer, and builds it if necessary.
 
     Slots of params that were frozen or masked out of the state keep their values, and so does the
@@ -76,12 +62,11 @@ def to_optimizer(
       model: The model.
       layout: The model's variables by their paths in the state.
       step: The number of updates, or None.
-      allow_plain: Allows states that do not say of which optimizer they are: optax's own.
 
     Raises:
       OptimizerMismatchError: The state has no value for some variables of the optimizer.
     """
-    optimizer = _optimizer(model, opt_state, allow_plain=allow_plain)
+    optimizer = _optimizer(model, opt_state)
     # Slots are made when the optimizer is built, at its first step in Keras.
     if not optimizer.built:
         with keras_private.optimizers.atomic_build(optimizer):
@@ -97,7 +82,7 @@ def to_optimizer(
     return pairs
 
 
-def _optimizer(model: Any, opt_state: PyTree, *, allow_plain: bool) -> Any:
+def _optimizer(model: Any, opt_state: PyTree) -> Any:
     """Returns the optimizer of a model.
 
     Raises:
@@ -106,26 +91,19 @@ def _optimizer(model: Any, opt_state: PyTree, *, allow_plain: bool) -> Any:
     optimizer = getattr(model, "optimizer", None)
     if optimizer is None:
         raise OptimizerMismatchError("the model has not been compiled with an optimizer")
-    of_keras = _tree.nodes(opt_state, KerasOptState)
     # An OptaxOptimizer can hold any state of optax, and is compared leaf by leaf.
     if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
-        is_of_kind = True
-    elif of_keras:
-        is_of_kind = all(state.kind == kind_of(optimizer) for state in of_keras)
-    else:
-        plain = SLOT_FIELDS.get(type(optimizer), {})
-        is_of_kind = allow_plain and bool(_tree.nodes(opt_state, *plain))
-    if not is_of_kind:
+        return optimizer
+    kinds = [state.kind for state in _tree.nodes(opt_state, KerasOptState)]
+    if not kinds or any(kind != kind_of(optimizer) for kind in kinds):
         raise _no_common_state(optimizer)
     return optimizer
 
 
 def _no_common_state(optimizer: Any) -> OptimizerMismatchError:
     return OptimizerMismatchError(
-        f"no state is known that {type(optimizer).__name__} and this state of optax have in "
-        "common. Known are bridge.optimizer(model.optimizer), the tx of a bridge.OptaxOptimizer, "
-        "and optax's own adam, adamw, lion, rmsprop, adagrad and adadelta for Keras's of these "
-        "names"
+        f"{type(optimizer).__name__} cannot hold this state of optax. Known are the states of "
+        "bridge.optimizer(model.optimizer), and of the tx of a bridge.OptaxOptimizer"
     )
 
 
@@ -160,8 +138,8 @@ def _counterparts(
         if role.owner is None or role.owner < len(params):
             variable_by_role[role] = variable
     roles = _roles(opt_state, optimizer, {path: i for i, path in enumerate(params)})
-    missing = variable_by_role.keys() - {*roles, *_OPTIONAL}
-    surplus = set(roles) - {None, *_OPTIONAL} - variable_by_role.keys()
+    missing = variable_by_role.keys() - set(roles)
+    surplus = set(roles) - {None} - variable_by_role.keys()
     # A frozen param lacks all of its slots. If a param lacks only some, or if all params lack all,
     # the state is that of another optimizer.
     owners_in_state = {None, *(role.owner for role in roles if role)}
@@ -183,17 +161,14 @@ def _roles(opt_state: PyTree, optimizer: Any, params: Mapping[Path, int]) -> lis
     """Returns the role that each leaf of a state has in the optimizer; None if it has none."""
     if isinstance(inner_optimizer(optimizer), OptaxOptimizer):
         return [*roles_of_leaves(opt_state, params)]
-    fields = SLOT_FIELDS.get(type(optimizer), {})
-    kinds = (KerasOptState, optax.ScaleByScheduleState, *fields)
     roles: list[Role | None] = []
-    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, kinds)):
-        # Keras's name of each field. `bridge.optimizer` has Keras's own names, in two groups.
-        names = {"count": "iterations", **fields.get(type(node), {})}
+    for node in jax.tree.leaves(opt_state, is_leaf=lambda x: isinstance(x, KerasOptState)):
+        if not isinstance(node, KerasOptState):
+            roles.append(None)
+            continue
+        # The names of Keras, in two groups.
         for name, owner in roles_of_leaves(node, params):
-            if isinstance(node, KerasOptState):
-                roles.append(Role(name.removeprefix("scalars/").removeprefix("slots/"), owner))
-            else:
-                roles.append(Role(names[name], owner) if name in names else None)
+            roles.append(Role(name.removeprefix("scalars/").removeprefix("slots/"), owner))
     return roles
 
 

@@ -171,7 +171,7 @@ def test_saving_a_ready_made_transformation_is_refused(tmp_path):
 def test_saving_a_closure_as_an_argument_is_refused(make, argument):
     function = optax.sgd if argument == "learning_rate" else C.mechanize
     ours = bridge.OptaxOptimizer(function, **{argument: make()})
-    with pytest.raises(ValueError, match=f"'{argument}': .* cannot be written"):
+    with pytest.raises(ValueError, match=rf"\['{argument}'\]: .* cannot be written"):
         ours.get_config()
 
 
