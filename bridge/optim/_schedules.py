@@ -14,9 +14,8 @@ from functrain.internal import require
 def schedule(schedule: Callable[..., Any], /, **arguments: Any) -> Callable[..., Any]:
     """Returns a Keras schedule as an optax one, or an optax schedule as a Keras one.
 
-    Both kinds count the updates made so far, starting with 0. The values are those that the given
-    schedule computes: they do not differ over 1,000 steps for any schedule of Keras or optax,
-    including boundaries.
+    Both kinds count the updates made so far, starting with 0, and the values are those that the
+    given schedule computes.
 
     Args:
       schedule: A `keras.optimizers.schedules.LearningRateSchedule`; or a function

@@ -94,17 +94,6 @@ def test_a_frozen_dict_of_variables_goes_back_too() -> None:
     np.testing.assert_array_equal(other.layers[0].kernel, variables["params"]["dense"]["kernel"])
 
 
-def test_values_survive_keras_linen_keras_linen() -> None:
-    module = bridge.to_linen(net())
-    variables = module.init(jax.random.key(0), X)
-    layer = bridge.from_flax(module, variables=variables)
-    model = keras.Sequential([keras.Input((6,)), layer])
-    np.testing.assert_array_equal(model(X), module.apply(variables, X))
-    equal(layer.to_flax(), dict(variables))
-    again = bridge.to_linen(model)
-    np.testing.assert_array_equal(again.apply(again.init(jax.random.key(1), X), X), model(X))
-
-
 def test_training_in_flax_equals_training_from_keras() -> None:
     tx, model = optax.adam(0.01), net()
     linen = ft.from_linen(bridge.to_linen(model))
@@ -159,17 +148,3 @@ def test_a_keras_model_is_part_of_a_linen_module() -> None:
     head = variables["params"]["head"]
     expected = model(X) @ head["kernel"] + head["bias"]
     np.testing.assert_allclose(whole.apply(variables, X, train=False), expected, rtol=1e-5)
-
-
-def test_frozen_weights_are_no_params() -> None:
-    model = net()
-    model.layers[0].trainable = False
-    variables = bridge.to_linen(model).init(jax.random.key(0), X)
-    assert sorted(variables["params"]) == ["norm", "out"]
-    assert sorted(variables["batch_stats"]) == ["dropout", "hidden", "norm"]
-
-
-def test_variables_of_another_model_are_refused() -> None:
-    variables = bridge.to_linen(net()).init(jax.random.key(0), X)
-    with pytest.raises(ValueError, match=r"params/hidden/kernel: missing"):
-        bridge.to_keras({"params": {}, "batch_stats": variables["batch_stats"]}, net())

@@ -36,50 +36,6 @@ def test_apply_under_jit_equals_calling_the_model(build, training):
     assert_close(got.model_state, _variables.values(_variables.layout(model))[1], model)
 
 
-@pytest.mark.parametrize(
-    "name", ["sequential", "functional", "batch_norm", "dropout", "nested", "attention"]
-)
-def test_apply_under_jit_equals_stateless_call_bit_for_bit(builders, name):
-    model, x = builders[name]()
-    apply, params, model_state = start(model)
-    got = jax.jit(lambda *a: apply(*a, training=True))(params, model_state, x)
-    outputs, others = jax.jit(lambda *a: model.stateless_call(*a, training=True))(
-        [v.value for v in model.trainable_variables],
-        [v.value for v in model.non_trainable_variables],
-        x,
-    )
-    assert_equal(got.outputs, outputs)
-    where = _variables.layout(model)
-    after = {id(v): x for v, x in zip(model.non_trainable_variables, others, strict=True)}
-    expected = {path: after[id(v)] for path, v in where.model_state.items()}
-    assert_equal(got.model_state, _variables.nest(expected))
-
-
-def test_gradient_steps_equal_fit(builders):
-    (ours, x), (theirs, _) = builders["batch_norm"](), builders["batch_norm"]()
-    bridge.to_keras(bridge.create_state(ours, SGD), theirs)
-    y = np.ones((len(x), 2), np.float32)
-    theirs.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=True)
-    theirs.fit(x, y, batch_size=len(x), epochs=3, shuffle=False, verbose=0)
-
-    pure = bridge.from_keras(ours)
-
-    @jax.jit
-    def step(state):
-        def loss(params):
-            out = pure.apply(params, state.model_state, x, training=True)
-            return jnp.mean((out.outputs - y) ** 2), out.model_state
-
-        grads, model_state = jax.grad(loss, has_aux=True)(state.params)
-        return state.apply_gradients(grads, SGD).replace(model_state=model_state)
-
-    state = bridge.create_state(ours, SGD)
-    for _ in range(3):
-        state = step(state)
-    bridge.to_keras(state, ours)
-    assert_close(snapshot(ours), snapshot(theirs))
-
-
 def test_training_is_passed_only_where_call_takes_it():
     class Plain(keras.Model):
         def __init__(self):

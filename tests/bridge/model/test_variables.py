@@ -34,47 +34,24 @@ def assert_same_values(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
 
 
-def test_every_variable_has_one_path(build):
+def test_every_variable_has_one_path_in_keras_order(build):
     model, _ = build()
-    where = _variables.layout(model)
-    listed = [id(v) for v in [*where.params.values(), *where.model_state.values()]]
-    assert sorted(listed) == sorted(id(v) for v in all_variables(model))
-    assert len(set(paths(model))) == len(listed)
-
-
-def test_params_are_keras_trainable_variables_in_keras_order(build):
-    model, _ = build()
-    where = _variables.layout(model)
-    assert [id(v) for v in where.params.values()] == [id(v) for v in model.trainable_variables]
-
-
-def test_model_state_keeps_keras_order(build):
-    model, _ = build()
-    mine = [id(v) for v in _variables.layout(model).model_state.values()]
-    theirs = list(dict.fromkeys(id(v) for v in model.non_trainable_variables))
-    assert [v for v in mine if v in set(theirs)] == theirs
-
-
-def test_seeds_are_the_states_of_keras_seed_generators(build):
-    model, _ = build()
-    where = _variables.layout(model)
-    for path in where.seeds:
-        assert where.model_state[path].shape == (2,)
-        assert where.model_state[path].name == "seed_generator_state"
-    names = [v.name for v in all_variables(model)]
-    assert names.count("seed_generator_state") == len(where.seeds)
+    layout = _variables.layout(model)
+    params, model_state = (list(map(id, part.values())) for part in layout[:2])
+    variables = all_variables(model)
+    assert sorted([*params, *model_state]) == sorted(map(id, variables))
+    assert len(set(paths(model))) == len(variables)
+    assert params == list(map(id, model.trainable_variables))
+    expected = list(dict.fromkeys(map(id, model.non_trainable_variables)))
+    assert [v for v in model_state if v in set(expected)] == expected
+    seeds = [v for v in variables if v.name == "seed_generator_state"]
+    assert {id(layout.model_state[path]) for path in layout.seeds} == set(map(id, seeds))
 
 
 def test_keras_to_state_to_another_instance_is_the_identity(build):
     (source, _), (target, _) = build(), build()
     bridge.to_keras(bridge.create_state(source, optax.sgd(0.1)), target)
     assert_same_values(all_variables(source), all_variables(target))
-
-
-def test_values_are_masters_in_the_variable_dtype(build):
-    model, _ = build()
-    params, _ = _variables.values(_variables.layout(model))
-    assert {x.dtype for x in jax.tree.leaves(params)} <= {np.dtype("float32")}
 
 
 NAMES = [("dense_1", "dense_2"), ("dense_2", "dense_1"), ("conv2d_1", "dense"), ("a b", "a_1")]

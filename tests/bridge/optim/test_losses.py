@@ -130,14 +130,6 @@ def test_values_are_per_example(name: str) -> None:
     assert values.shape == (() if name in SCALAR else (B,))
 
 
-def test_masked_examples_have_no_loss_and_the_others_their_share() -> None:
-    outputs, y = data("numbers", 4, 2)
-    mask = np.array([[1, 1], [1, 0], [0, 0], [1, 0]], bool)
-    values = bridge.loss("mse")(masked(outputs, mask), y)
-    expected = np.where(mask, ((outputs - y) ** 2).mean(-1) * 8 / 4, 0)
-    np.testing.assert_allclose(values, expected, rtol=1e-6)
-
-
 @pytest.mark.parametrize("cls", ["MeanSquaredError", "CategoricalCrossentropy", "Dice"])
 def test_functions_and_names_are_losses_too(cls: str) -> None:
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls).lower()

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
-import optax
 import pytest
 from keras import layers
 
@@ -69,28 +68,6 @@ def test_micro_batches_have_the_loss_and_the_gradient_of_keras_large_batch(
     found = sorted(jax.tree.leaves(grads), key=np.size)
     for a, b in zip(found, sorted(theirs, key=np.size), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight"])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_evaluation_with_masks_and_weights_does_not_depend_on_the_batch_size(
-    reduction: Any, batch: int
-) -> None:
-    rng = np.random.default_rng(4)
-    x, y = rng.integers(1, 7, (B, T)), rng.integers(0, C, (B, T))
-    x[rng.uniform(size=(B, T)) < 0.4] = 0  # masked
-    weight = rng.uniform(0, 2, (B, T)).astype(np.float32)
-    net = tokens_model()
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
-    step = ft.eval_step(ft.supervised(bridge.from_keras(net), bridge.loss(loss)))
-    state = bridge.create_state(net, optax.sgd(0.1))
-    found = ft.evaluate(state, step, ft.ArrayLoader((x, y, weight), batch))["loss"]
-
-    logits, valid = net.predict(x, verbose=0).astype(np.float64), x != 0
-    losses = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, y[..., None], -1)[..., 0]
-    by_weight = reduction == "mean_with_sample_weight"
-    divisor = np.sum(weight[valid], dtype=np.float64) if by_weight else valid.sum()
-    assert found == pytest.approx(np.sum((losses * weight)[valid]) / divisor, rel=1e-6)
 
 
 def test_micro_batches_refuse_what_is_no_mean() -> None:

@@ -107,21 +107,6 @@ def measure(metric: ft.metrics.Metric, *batches: Any) -> Any:
     return metric.compute(m)
 
 
-def test_masks_and_weights_tell() -> None:
-    outputs, y, weight, mask = batches("numbers")[0]
-    metric = bridge.metric(metrics.MeanSquaredError(), weighted=True)
-    error = ((outputs - y) ** 2).mean(-1)
-    hidden = masked(outputs, mask)
-    for batch, weights in (
-        ((outputs, y), None),
-        ((outputs, y, weight), weight),
-        ((hidden, y), mask),
-        ((hidden, y, weight), weight * mask),
-    ):
-        expected = np.average(error, weights=weights)
-        assert float(measure(metric, batch)) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize(
     ("keras_metric", "kind", "theirs"),
     [

@@ -13,7 +13,7 @@ import optax
 import optax.contrib
 import pytest
 
-from tests.bridge.optax_cases import SGD, C, X, Y, by_layer, fitted, make_model, same
+from tests.bridge.optax_cases import SGD, C, X, Y, fitted, make_model, same
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".weights.h5"])
@@ -39,19 +39,6 @@ def test_state_is_saved_and_training_goes_on(tmp_path: Any, suffix: str) -> None
     for each in (model, again):
         each.fit(X, Y, epochs=1, verbose=0, shuffle=False)
     assert same([v.value for v in model.variables], [v.value for v in again.variables])
-
-
-@keras.saving.register_keras_serializable("tests")
-def two_rates(low: float, schedule: Any) -> optax.GradientTransformation:
-    return optax.multi_transform({"a": optax.sgd(low), "b": optax.sgd(schedule)}, by_layer)
-
-
-def test_a_registered_function_and_schedules_by_name_are_saved(tmp_path: Any) -> None:
-    rate = bridge.schedule(optax.linear_schedule, init_value=0.1, end_value=0.0, transition_steps=9)
-    model = fitted(bridge.OptaxOptimizer(two_rates, low=1e-3, schedule=rate))
-    model.save(tmp_path / "model.keras")
-    again = keras.models.load_model(tmp_path / "model.keras")
-    assert same(model.optimizer.opt_state, again.optimizer.opt_state)
 
 
 @pytest.mark.long
@@ -122,18 +109,6 @@ def test_slots_in_a_file_of_weights_do_not_depend_on_names(tmp_path):
         each.fit(*DATA, verbose=0, shuffle=False, epochs=3)
     for ours, theirs in zip(other.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-def test_a_schedule_with_steps_as_keys_comes_back_from_a_file(tmp_path):
-    schedule = bridge.schedule(
-        optax.piecewise_constant_schedule, init_value=0.1, boundaries_and_scales={2: 0.1, 10: 0.5}
-    )
-    model = nested(keras.optimizers.SGD(schedule))
-    model.fit(*DATA, verbose=0)
-    model.save(tmp_path / "model.keras")
-    loaded = keras.saving.load_model(tmp_path / "model.keras")
-    loaded.fit(*DATA, verbose=0)
-    assert [float(loaded.optimizer.learning_rate)] == pytest.approx([0.01])
 
 
 @pytest.mark.parametrize("kind", [float, np.float32, jnp.float32, np.asarray])

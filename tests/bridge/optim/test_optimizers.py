@@ -158,21 +158,6 @@ def test_with_a_model_updates_end_within_its_constraints_as_kerass_do():
     assert float(jnp.linalg.norm(state.params["a"]["kernel"], axis=0).max()) <= 0.5 + 1e-6
 
 
-def test_it_takes_a_part_of_the_params_as_optax_s_masks_leave_it():
-    params = {"a": jnp.ones(2), "b": {"c": jnp.ones(3), "d": jnp.ones(1)}}
-
-    def trained(tx):
-        now, state = params, tx.init(params)
-        for _ in range(3):
-            updates, state = tx.update(jax.tree.map(lambda p: 2 * p, params), state, now)
-            now = optax.apply_updates(now, updates)
-        return now
-
-    whole = trained(bridge.optimizer(K.Adam(0.1)))
-    part = trained(optax.masked(bridge.optimizer(K.Adam(0.1)), {"a": True, "b": False}))
-    np.testing.assert_array_equal(part["a"], whole["a"])
-
-
 @pytest.mark.parametrize("kind", [K.AdamW, bridge.OptaxOptimizer])
 def test_it_takes_a_part_of_a_model_s_params(kind):
     net = [layers.Dense(3, kernel_constraint="non_neg", name=name) for name in ("a", "b", "c")]

@@ -1,4 +1,4 @@
-"""What Keras's private names for losses mean (checked with Keras 3.15.1)."""
+"""What Keras's private names for losses and metrics mean (checked with Keras 3.15.1)."""
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
@@ -25,3 +25,9 @@ def test_losses_times_weights_add_up_to_the_loss():
     assert valid is None  # nothing is masked
     np.testing.assert_array_equal(values * factor, [0.0, 2.0, 12.0, 0.0])
     assert loss(y, outputs, sample_weight=weight) == np.mean(values * factor)
+
+
+def test_get_metric_is_what_compile_makes_and_looks_at_shapes_only():
+    y, outputs = keras.KerasTensor((3,)), keras.KerasTensor((3, 4))
+    metric = keras_private.metrics.get_metric("accuracy", y, outputs)
+    assert type(metric) is keras.metrics.SparseCategoricalAccuracy
