@@ -57,9 +57,8 @@ def lora(
       *patterns: Patterns of the paths of params to adapt, as for `freeze`. Vectors and integers
         among those that match are only frozen: ``lora(model, "encoder/**", rank=8)`` adapts all
         matrices of the encoder.
-      rank: The number of columns of `a`, at least 1 and at most the number of inputs or outputs of
-        each matrix. `a` is `[*inputs, rank]`, initialized as He uniform; `b` is `[rank, *outputs]`.
-        Both are float32, or wider if the matrix is.
+      rank: The number of columns of `a`, which is `[*inputs, rank]`, initialized as He uniform; `b`
+        is `[rank, *outputs]`. Both are float32, or wider if the matrix is.
       train: Patterns of the paths of params that are trained whole, without adapters, such as a new
         head: ``lora(model, "encoder/**", rank=8, train="head/**")``.
       alpha: The sum has the factor ``alpha / rank``. By default, alpha is the rank, as in Keras.
@@ -81,8 +80,7 @@ def lora(
     Raises:
       TypeError: `model` is not a Model, or a pattern is not a text.
       ValueError: No pattern is given, or `rank`, `alpha` or `base_dtype` is invalid. From ``init``:
-        a pattern matches no param, or no floating-point matrix that is not trained whole; or a
-        matrix is smaller than `rank`.
+        a pattern matches no param, or no floating-point matrix that is not trained whole.
 
     References:
       Hu et al., LoRA: Low-rank adaptation of large language models, 2021
@@ -114,7 +112,7 @@ def lora(
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         params, model_state = model.init(key, inputs)
         fully_trained, base = split_by_patterns(params, "train", train_patterns)
-        adapters = _create_adapters(key, base, _adapted_paths(base, patterns, rank), rank)
+        adapters = _create_adapters(key, base, _adapted_paths(base, patterns), rank)
         if base_dtype is not None:
             base = join(base, adapters, lambda w, _: quantize(w, _first_output(w.shape)))
         trained = join(fully_trained, adapters)
@@ -124,11 +122,11 @@ def lora(
     return _freeze.frozen_model(model, init, is_factored=factored)
 
 
-def _adapted_paths(base: PyTree, patterns: Sequence[str], rank: int) -> list[str]:
+def _adapted_paths(base: PyTree, patterns: Sequence[str]) -> list[str]:
     """Returns the paths of the matrices that the patterns match.
 
     Raises:
-      ValueError: A pattern matches no floating-point matrix, or a matrix is smaller than the rank.
+      ValueError: A pattern matches no floating-point matrix.
     """
     leaves = dict(_tree.leaves_with_path(base))
     adapted: dict[str, Any] = {}
@@ -141,10 +139,6 @@ def _adapted_paths(base: PyTree, patterns: Sequence[str], rank: int) -> list[str
         problems = "" if matrices else _tree.format_leaves(matches)
         require_no_problems("patterns", problems, expected, advice)
         adapted |= matrices
-    too_small = _tree.format_leaves(adapted, lambda w: rank > min(_sizes(w)))
-    expected = f"matrices with at least {rank} inputs and outputs"
-    advice = "Lower the rank, or do not match these arrays: they are small enough to train whole."
-    require_no_problems("rank", too_small, expected, advice)
     return [path for path in leaves if path in adapted]
 
 
@@ -161,12 +155,6 @@ def _first_output(shape: Sequence[int]) -> int:
     """
     axes = range(len(shape) - 1, 0, -1)
     return min(axes, key=lambda axis: math.prod(shape[:axis]) + math.prod(shape[axis:]))
-
-
-def _sizes(w: Any) -> tuple[int, int]:
-    """Returns the numbers of inputs and outputs of a matrix."""
-    first_output = _first_output(w.shape)
-    return math.prod(w.shape[:first_output]), math.prod(w.shape[first_output:])
 
 
 def _create_adapters(key: jax.Array, base: PyTree, paths: Sequence[str], rank: int) -> PyTree:

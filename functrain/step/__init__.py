@@ -10,7 +10,7 @@ Files:
   _eval: the steps for evaluation and prediction
   _metered: steps with and without running metrics
   _check: checks of steps, losses and the names of logs
-  _notes: notes on errors of a step: shapes of its batch, params that do not fit
+  _notes: the shapes of its batch, as a note on an error of a step
 """
 
 from functrain.step._eval import eval_step as eval_step

@@ -82,11 +82,8 @@ def eval_step(
     ) -> tuple[PyTree, jax.Array, Aux]:
         network: Any = state if get_state is None else get_state(state)
         is_state = hasattr(network, "params") and hasattr(network, "model_state")
+        advice = "Pass get_state=, or for a population functrain.population.step(eval_step)."
         expected = "a state with params and model_state"
-        advice = (
-            "Choose one of several networks with eval_step(loss_fn, get_state=lambda states: "
-            "states['student']). For a population, use functrain.population.step(eval_step)."
-        )
         require(is_state, "state", expected, network, advice, error=TypeError)
         loss, aux = compute_loss(
             loss_fn, network.params, network.model_state, batch, rng=key, training=False

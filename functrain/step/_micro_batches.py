@@ -204,7 +204,10 @@ def _scan_parts(
         (_, (loss, aux)), grads = value_and_grad(trained, model_state, key, args)
         params_grads, scales = grads or ((), ())
         count = _example_count(args) if aux.weight is None else aux.weight
-        _check_mean(aux)
+        is_mean = not isinstance(aux.weight, tuple)
+        expected = "a loss that is one mean over examples, and neither a sum nor several means"
+        advice = "Use a mean, or smaller batches with optax.MultiSteps."
+        require(is_mean, "micro_batches", expected, aux.weight, advice)
         return _times_weight(count, (loss, aux.logs, params_grads)), scales, aux
 
     def step(carry: tuple[PyTree, PyTree, PyTree], part: tuple[Any, PyTree]) -> Any:
@@ -295,11 +298,3 @@ def _example_count(args: PyTree) -> int:
         require_no_problems("micro_batches", got, expected, advice)
     ((count,),) = sizes
     return int(count)
-
-
-def _check_mean(aux: Aux) -> None:
-    """Raises ValueError for a loss that is not one mean: its parts could not be weighted."""
-    is_mean = not isinstance(aux.weight, tuple)
-    expected = "a loss that is one mean over examples, and neither a sum nor several means"
-    advice = "Use a mean, or smaller batches with optax.MultiSteps."
-    require(is_mean, "micro_batches", expected, aux.weight, advice)

@@ -75,16 +75,13 @@ def supervised(
     """
     require_one_of("reduction", reduction, get_args(Reduction))
     require_model(model)
-    advice = f"For the losses that Keras's compile takes, use bridge.loss({loss!r})."
-    require(callable(loss), "loss", "loss(outputs, y)", loss, advice, error=TypeError)
     # With the arguments the wrong way round, a Keras loss would compute a wrong number. Its class
     # may be the user's own.
     is_of_keras = (getattr(loss, "__module__", None) or "").startswith("keras.")
-    takes_labels_first = is_of_keras or hasattr(loss, "get_config")
-    expected = "loss(outputs, y), not one that takes the labels first"
-    require(
-        not takes_labels_first, "loss", expected, loss, "Use bridge.loss(loss).", error=TypeError
-    )
+    is_valid = callable(loss) and not is_of_keras and not hasattr(loss, "get_config")
+    expected = "loss(outputs, y), not one of Keras, which takes the labels first"
+    advice = "For the losses that Keras's compile takes, use bridge.loss(loss)."
+    require(is_valid, "loss", expected, loss, advice, error=TypeError)
     # Losses of bridge.loss have this method, which applies weights, and returns the divisor.
     with_weight = getattr(loss, "with_weight", None)
     is_valid = with_weight is None or reduction == "mean"

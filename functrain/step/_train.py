@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
-from functrain.common._checks import require
 from functrain.common._log_values import LastValue
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
@@ -48,9 +47,8 @@ def train_step(
       `tx` (see `logged`).
 
     Raises:
-      TypeError: `loss_fn` is not a loss, `tx` is not an optax transformation, `metrics` is not a
-        dict of Metrics, or `learning_rate` is not a function; or (when traced) the value of a
-        metric is not a scalar.
+      TypeError: `loss_fn` is not a loss, `tx` is not an optax transformation, or `metrics` is not a
+        dict of Metrics; or (when traced) the value of a metric is not a scalar.
       ValueError: (when traced) two of the loss, the logs, the metrics and the values of the
         optimizer have one name.
 
@@ -67,12 +65,6 @@ def train_step(
     """
     check_loss(loss_fn)
     check_tx(tx)
-    is_schedule = learning_rate is None or callable(learning_rate)
-    expected = "the schedule inside tx, count -> rate"
-    advice = (
-        "A constant rate is logged by optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
-    )
-    require(is_schedule, "learning_rate", expected, learning_rate, advice, error=TypeError)
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
         new, loss, aux = update(state, loss_fn, tx, batch)
@@ -83,7 +75,6 @@ def train_step(
         require_distinct_names("logs", aux.logs, optimizer_logs, "the optimizer")
         return new, loss, aux.replace(logs={**optimizer_logs, **aux.logs})
 
-    require_distinct_names("metrics", metrics or (), ["loss"], "the step")
     if metrics:
         return MeteredStep(train, collection(metrics))
 

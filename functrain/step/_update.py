@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
-from functrain.common._checks import require, require_instance
+from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.model._split import join, split_scales
 from functrain.step._check import check_loss
@@ -57,11 +57,9 @@ def update(
       2.0 [0.5 0.5]
     """
     # By its method, so that subclasses and similar classes work.
-    if not hasattr(state, "apply_gradients"):
-        raise TypeError(
-            f"state: expected a TrainState, got {type(state).__name__}. Write update(state, "
-            "loss_fn, tx, batch). For a population, use functrain.population.step(step)."
-        )
+    advice = "Write update(state, loss_fn, tx, batch). For a population, use population.step(step)."
+    is_state = hasattr(state, "apply_gradients")
+    require(is_state, "state", "a TrainState", type(state), advice, error=TypeError)
     check_loss(loss_fn)
     check_tx(tx)
     # The key is a function of the step, so that a resumed run draws the same numbers.
@@ -171,7 +169,6 @@ def _check_result(result: Any, model_state: PyTree) -> tuple[jax.Array, Aux]:
     is_valid = isinstance(aux, Aux)
     advice = "Write: return loss, functrain.Aux(model_state), or return loss, {'name': value}."
     require(is_valid, "loss_fn", "(loss, Aux(...)) from it", result, advice, error=TypeError)
-    require_instance("Aux.logs", aux.logs, Mapping, "a dict of scalars by name")
     loss = jnp.asarray(loss)
     is_scalar = loss.shape == () and jnp.issubdtype(loss.dtype, jnp.floating)
     advice = "Reduce it with jnp.mean, or let functrain.supervised do that."

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from functrain.common import _tree
-from functrain.common._checks import require, require_no_problems
+from functrain.common._checks import require, require_integer, require_no_problems
 from functrain.common._log_values import LastValue, SkippedInARow
 from functrain.common._types import PyTree
 from functrain.tx._extra_args import with_any_extra_args
@@ -119,17 +119,15 @@ def loss_scale(
     *,
     initial_scale: float = 2.0**15,
     growth_interval: int = 2000,
-    factor: float = 2.0,
-    min_scale: float = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation with a dynamic loss scale, for training in float16.
 
     The range of float16 is small, so that small gradients become zero. `update` and `train_step`
     therefore multiply the loss by the scale before they differentiate it, and divide the gradient
     by the scale afterwards: `tx` and the logs get the true values. If the loss, a gradient or
-    an update is not finite, the step is skipped as by `skip_non_finite`, and the scale is divided
-    by `factor`. After `growth_interval` consecutive finite steps the scale is multiplied by
-    `factor`. `train_step` logs the scale as ``loss_scale``, and the counts of skipped steps.
+    an update is not finite, the step is skipped as by `skip_non_finite`, and the scale is halved,
+    down to 1. After `growth_interval` consecutive finite steps it is doubled. `train_step` logs the
+    scale as ``loss_scale``, and the counts of skipped steps.
 
     Method: "Mixed precision training", Micikevicius et al., 2018, section 3.2. Params stay in
     float32, and so do the gradients after the division; `functrain.cast` makes a model compute in
@@ -139,8 +137,6 @@ def loss_scale(
       tx: The complete optimizer, as for `skip_non_finite`.
       initial_scale: The first scale. A power of two adds no rounding error to the gradients.
       growth_interval: The number of consecutive finite updates after which the scale grows.
-      factor: The factor by which the scale grows and shrinks.
-      min_scale: The smallest scale.
 
     Raises:
       ValueError: A number is out of range. From `init`: a param is float16.
@@ -154,10 +150,9 @@ def loss_scale(
       512.0
     """
     largest = float(np.finfo(np.float32).max)
-    are_scales = 0 < min_scale <= initial_scale <= largest and 1 < factor <= largest
-    expected = "0 < min_scale <= initial_scale, factor > 1, all finite, and growth_interval >= 1"
-    got = f"{min_scale=}, {initial_scale=}, {factor=}, {growth_interval=}"
-    require(are_scales and growth_interval >= 1, "loss_scale", expected, got)
+    is_scale = 1 <= initial_scale <= largest
+    require(is_scale, "initial_scale", "a number from 1 to the largest float32", initial_scale)
+    require_integer("growth_interval", growth_interval)
     skipping = skip_non_finite(tx)
 
     def init(params: PyTree) -> LossScaleState:
@@ -174,11 +169,11 @@ def loss_scale(
     ) -> tuple[PyTree, LossScaleState]:
         updates, skip = skipping.update(updates, state.skip, params, **extra_args)
         finite_in_a_row = jnp.where(skip.finite, state.finite_in_a_row + 1, 0)
-        larger_scale = state.scale * factor
+        larger_scale = state.scale * 2
         # An infinite scale would make every later gradient infinite.
         grows = (finite_in_a_row >= growth_interval) & jnp.isfinite(larger_scale)
         scale_if_finite = jnp.where(grows, larger_scale, state.scale)
-        smaller_scale = jnp.maximum(state.scale / factor, min_scale)
+        smaller_scale = jnp.maximum(state.scale / 2, 1)
         scale = jnp.where(skip.finite, scale_if_finite, smaller_scale)
         finite_in_a_row = jnp.where(finite_in_a_row >= growth_interval, 0, finite_in_a_row)
         # The scale that this update's loss was multiplied by, not the next one.

@@ -58,9 +58,3 @@ def test_every_evaluation_of_a_fit_draws_the_same() -> None:
         verbose=0,
     )
     assert history.epochs["val_loss"].tolist() == [evaluated()["loss"]] * 2
-
-
-@pytest.mark.parametrize("rng", [7, jnp.zeros(2, jnp.uint32), jax.random.split(KEY)])
-def test_what_is_no_key_is_refused(rng) -> None:
-    with pytest.raises(TypeError, match=r"rng: expected one typed key, key\[\], got .*random\.key"):
-        ft.eval_step(noisy, rng=rng)

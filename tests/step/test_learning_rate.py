@@ -81,8 +81,3 @@ def test_the_rate_that_a_line_search_found_is_logged(name: str) -> None:
     (found,) = [x.learning_rate for x in new.opt_state if "Linesearch" in type(x).__name__]
     assert logs["learning_rate"] == found
     assert 0 < float(found) < 1
-
-
-def test_a_number_for_the_schedule_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"learning_rate: expected the schedule.*got 0\.001"):
-        ft.train_step(loss_fn, optax.sgd(1e-3), learning_rate=1e-3)

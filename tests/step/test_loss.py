@@ -117,9 +117,9 @@ def test_a_batch_without_weight_has_no_loss() -> None:
 
 def test_a_keras_loss_or_model_is_refused_with_the_way_to_use_it() -> None:
     for loss in (keras.losses.BinaryCrossentropy(), keras.losses.categorical_crossentropy):
-        with pytest.raises(TypeError, match=r"takes the labels first, got .*Use bridge\.loss"):
+        with pytest.raises(TypeError, match=r"takes the labels first, got .*use bridge\.loss"):
             supervised(MODEL, loss)
-    with pytest.raises(TypeError, match=r"got 'mse'.*bridge.loss\('mse'\)"):
+    with pytest.raises(TypeError, match=r"got 'mse'.*bridge.loss\(loss\)"):
         supervised(MODEL, "mse")
     with pytest.raises(TypeError, match=r"expected a functrain\.Model, got Sequential.*from_keras"):
         supervised(keras.Sequential([keras.Input((2,))]), optax.squared_error)

@@ -56,19 +56,6 @@ def test_the_shapes_of_inputs_are_noted_in_a_prediction() -> None:
     assert "Shapes: batch float32[4, 7]." in error.value.__notes__
 
 
-@pytest.mark.parametrize("take_step", [fit, call_jitted])
-def test_an_if_on_a_traced_loss_is_told_what_to_write_instead(take_step) -> None:
-    def loss_fn(params, model_state, batch, *, rng, training):
-        loss = jnp.mean(batch[0] @ params["w"])
-        return (loss if loss < 0 else 2 * loss), ft.Aux(model_state)
-
-    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
-        take_step(STATE, ft.train_step(loss_fn, TX), BATCH)
-    notes = "\n".join(error.value.__notes__)
-    for remedy in ("jnp.where", "jax.lax.cond", "jit=False", "jax.disable_jit()"):
-        assert notes.count(remedy) == 1
-
-
 def test_an_error_of_the_loss_on_outputs_has_both_shapes() -> None:
     batch = BATCH[0], BATCH[1][:, 0]
     with pytest.raises(ValueError, match="Shape mismatch") as error:

@@ -3,7 +3,6 @@
 import chex
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -95,19 +94,6 @@ def test_micro_batches_of_a_dict_keep_labels_and_weights(size) -> None:
     np.testing.assert_allclose(logs["loss"], np.average(losses64(), weights=WEIGHT), rtol=1e-6)
 
 
-def test_a_model_with_the_signature_of_the_guide_is_predicted() -> None:
-    def apply(params, model_state, x, *, rng, training):
-        assert rng is None
-        assert not training
-        return ft.ModelOutput(x @ params, model_state)
-
-    weights = np.arange(6, dtype=np.float32).reshape(3, 2)
-    state = ft.TrainState.create(params=weights, tx=optax.sgd(0.1))
-    x = np.eye(5, 3, dtype=np.float32)
-    step = ft.predict_step(ft.Model(lambda key, x: (weights, ()), apply))
-    np.testing.assert_array_equal(ft.predict(state, step, ft.ArrayLoader(x, 2)), x @ weights)
-
-
 def test_a_dict_is_predicted_from_its_inputs() -> None:
     data = ft.ArrayLoader({"image": X, "label": Y}, 16)
     outputs = ft.predict(state(), ft.predict_step(MODEL, inputs="image"), data)
@@ -127,17 +113,6 @@ def test_a_part_that_is_missing_is_named(parts, words) -> None:
     batch = {"image": X, "y": Y}
     with pytest.raises(ValueError, match=words):
         ft.train_step(ft.supervised(MODEL, CROSS_ENTROPY, **parts), TX)(state(), batch)
-
-
-@pytest.mark.parametrize("logs", [None, [1.0]])
-def test_logs_that_are_no_dict_are_named(logs) -> None:
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return jnp.zeros(()), ft.Aux(model_state, logs=logs)
-
-    with pytest.raises(TypeError, match=r"Aux\.logs: expected a dict of scalars by name, got"):
-        ft.train_step(loss_fn, TX)(state(), X)
-    with pytest.raises(ValueError, match=r"logs: expected a tuple of names, got 'kl'"):
-        ft.eval_step(loss_fn, logs="kl")
 
 
 def test_a_part_is_a_text_or_a_function() -> None:
@@ -222,13 +197,6 @@ def test_a_loss_may_be_shorter_than_the_outputs() -> None:
     np.testing.assert_allclose(value, (np.log(np.exp(logits).sum(-1)) - picked).mean(), rtol=1e-6)
 
 
-def test_logs_of_one_aux_are_not_those_of_another() -> None:
-    first, second = ft.Aux(), ft.Aux()
-    first.logs["l2"] = 1.0
-    assert second.logs == {}
-    assert ft.Aux().logs == {}
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, lambda f: ft.micro_batches(f, 7)])
 def test_a_loss_may_return_a_dict_of_logs(wrap) -> None:
     def with_logs(params, model_state, batch, *, rng, training):
@@ -246,21 +214,6 @@ def test_a_loss_may_return_a_dict_of_logs(wrap) -> None:
     np.testing.assert_allclose(values["twice"], 2 * losses64().mean(), rtol=1e-6)
     expected, _ = jax.jit(ft.train_step(own_loss, TX))(state(), batch)
     chex.assert_trees_all_close(new, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "step", [lambda labels, y_true: (labels, {}), lambda rng, training: (rng, {})]
-)
-def test_a_step_may_name_its_parameters_as_it_likes(step) -> None:
-    assert ft.fit(jnp.zeros(()), step, [np.ones(2)], verbose=0).state == 0
-
-
-def test_a_loss_may_name_its_parameters_as_it_likes() -> None:
-    def loss_fn(y_true, labels, targets, *, rng, training):
-        return jnp.mean(targets * y_true["w"]), ft.Aux(labels)
-
-    state = ft.TrainState.create(params={"w": jnp.ones(())}, tx=TX)
-    assert ft.train_step(loss_fn, TX)(state, jnp.ones(4))[1]["loss"] == 1
 
 
 @pytest.mark.parametrize("labels", [np.float32(0), "text", {"a": X}, None, object()])

@@ -214,14 +214,15 @@ def test_a_step_with_metrics_takes_a_state_with_metrics() -> None:
     step = ft.train_step(loss_fn, tx, metrics={"mae": ft.metrics.mean_absolute_error()})
     with pytest.raises(TypeError, match=r"expected Metered.*step\.start\(state\)"):
         step(make_state(tx), (X, Y))
-    with pytest.raises(TypeError, match="state: expected a TrainState, got Metered"):
+    with pytest.raises(TypeError, match=r"state: expected a TrainState, got <.*Metered"):
         ft.train_step(loss_fn, tx)(step.start(make_state(tx)), (X, Y))
 
 
 def test_a_metric_named_as_the_loss_is_refused() -> None:
-    metrics = {"loss": ft.metrics.accuracy()}
-    with pytest.raises(ValueError, match=r"metrics: expected names other than .*\['loss'\]"):
-        ft.train_step(loss_fn, optax.sgd(0.1), metrics=metrics)
+    metrics = {"loss": ft.metrics.mean_squared_error()}
+    step = ft.train_step(loss_fn, optax.sgd(0.1), metrics=metrics)
+    with pytest.raises(ValueError, match=r"logs: expected other names than .*\['loss'\]"):
+        step(step.start(make_state(optax.sgd(0.1))), (X, Y))
     with pytest.raises(ValueError, match=r"metrics: expected names other than .*\['loss'\]"):
         ft.eval_step(loss_fn, metrics=metrics)
 

@@ -88,7 +88,7 @@ def test_what_the_optimizer_sees_is_not_scaled() -> None:
 
 
 def test_the_scale_does_not_depend_on_k_and_has_an_end() -> None:
-    tx = ft.tx.loss_scale(optax.sgd(1e-3), initial_scale=4.0, min_scale=2.0, growth_interval=2)
+    tx = ft.tx.loss_scale(optax.sgd(1e-3), initial_scale=4.0, growth_interval=2)
     step = ft.train_step(loss_fn, tx)
     begin = ft.TrainState.create(params=PARAMS, tx=tx)
     data = ft.ArrayLoader((X.reshape(-1, 4), Y.reshape(-1, 1)), 8)
@@ -96,7 +96,7 @@ def test_the_scale_does_not_depend_on_k_and_has_an_end() -> None:
     assert digest(states[0]) == digest(states[1])
     for _ in range(3):
         begin = begin.apply_gradients({"w": jnp.full((4, 1), jnp.nan)}, tx)
-    assert begin.opt_state.scale == 2.0
+    assert begin.opt_state.scale == 1.0
 
 
 def test_params_in_float16_whose_gradients_would_be_zero_are_refused() -> None:
@@ -106,14 +106,8 @@ def test_params_in_float16_whose_gradients_would_be_zero_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "given",
-    [
-        {"initial_scale": 0.5},
-        {"initial_scale": np.inf},
-        {"growth_interval": 0},
-        {"factor": 1.0},
-    ],
+    "given", [{"initial_scale": 0.5}, {"initial_scale": np.inf}, {"growth_interval": 0}]
 )
 def test_numbers_that_make_no_sense_are_refused(given) -> None:
-    with pytest.raises(ValueError, match="expected 0 < min_scale <= initial_scale"):
+    with pytest.raises(ValueError, match=f"{next(iter(given))}: expected"):
         ft.tx.loss_scale(optax.sgd(0.1), **given)
