@@ -5,7 +5,6 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 import warnings
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 import pytest
@@ -75,25 +74,6 @@ def test_an_error_of_a_train_step_is_raised_with_the_shapes_of_its_batch() -> No
     with pytest.raises(RuntimeError, match="of 4 arrays") as info:
         bridge.train_step(model)(state, (X, Y, X[:2], Y))
     assert "batch[1] float32[32, 4], batch[2] float32[2, 4]" in info.value.__notes__[0]
-
-
-@pytest.mark.parametrize("place", ["step", "loss"])
-def test_a_python_if_on_a_traced_value_is_told_what_to_write_instead(place: str) -> None:
-    def halved_if_large(y: Any, p: Any) -> Any:
-        loss = keras.ops.mean(keras.ops.square(y - p))
-        return loss / 2 if loss > 1 else loss
-
-    class Step(keras.Sequential):
-        def train_step(self, state: Any, data: Any) -> Any:
-            logs, state = super().train_step(state, data)
-            return (logs if logs["loss"] > 1 else {}), state
-
-    model = (Step if place == "step" else keras.Sequential)([keras.Input((4,)), layers.Dense(4)])
-    model.compile("adam", halved_if_large if place == "loss" else "mse")
-    with pytest.raises(jax.errors.TracerBoolConversionError) as error:
-        bridge.fit(model, X, Y, verbose=0)
-    notes = "\n".join(error.value.__notes__)
-    assert all(name in notes for name in ("jnp.where", "jax.lax.cond", "run_eagerly=True"))
 
 
 class Counts(layers.Layer):
