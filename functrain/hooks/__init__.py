@@ -9,7 +9,7 @@ Files:
   _sample: pictures and texts on a schedule
   _profile: a trace of some steps
   _throughput: steps, examples, tokens and operations a second; memory in use
-  _watchdog: the end of a run that makes no progress, after the stacks of all threads
+  _watchdog: the end of a run that makes no progress, with the stacks of all threads
   _logger: the base class of loggers, which write without waiting for the device
   _text_logs: values as a CSV file, and as JSON lines
   _tensorboard: values, pictures and texts for TensorBoard

@@ -1,13 +1,11 @@
 """The base class of loggers, which write lines in order without waiting for the device."""
 
 import contextlib
-import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from functrain.common import _repr
 from functrain.common._checks import require_integer
 from functrain.common._log_values import is_loggable, split_members
 from functrain.common._warnings import warn
@@ -38,24 +36,25 @@ class Logger:
     Args:
       steps: The logs of every `steps`-th step are written; for other steps, only the values that
         hooks have added. None writes the logs of the steps at which the logger is called.
-      repr_fields: The names and values that `repr` shows.
     """
 
     # One process writes for all.
     only_first = True
     # The prefix of the values of an epoch, to keep them apart from those of its last step.
     epoch_prefix = "epoch/"
+    # See `functrain.hooks.Hook`.
+    resume_key = ""
 
-    def __init__(self, steps: int | None, repr_fields: dict[str, Any]) -> None:
+    def __init__(self, steps: int | None) -> None:
         if steps is not None:
             require_integer("every", steps)
-        self.steps, self._repr_fields = steps, repr_fields
+        self.steps = steps
         # Lines of values that hooks have added; the logs of their steps come one program later.
         self._pending_lines: list[Line] = []
         self._has_warned = False
 
     def __repr__(self) -> str:
-        return _repr.call(self, **self._repr_fields)
+        return f"{type(self).__name__}({self.resume_key})"
 
     def __call__(self, event: Event, /) -> None:
         """Collects the values that hooks have added, and those of an epoch."""
@@ -117,16 +116,6 @@ class Logger:
                     f"{self!r} could not write: {type(error).__name__}: {error}. The training "
                     "continues; lines of this log are missing from here on.",
                 )
-
-    def _is_removed(self, path: pathlib.Path) -> bool:
-        """Returns True, with a warning, if the file of this log is not there any more."""
-        if path.exists():
-            return False
-        warn(
-            f"{path}: expected the file of this log, but it was removed during the run. Its lines "
-            "so far are missing; later ones go into a new file."
-        )
-        return True
 
     def begin(self) -> None:
         """Opens the log; an error here ends the run before its first step."""

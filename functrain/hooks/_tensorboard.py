@@ -53,7 +53,7 @@ class TensorBoard(Logger):
         # The process may change its working directory during the run.
         self.directory = absolute_path(directory, "directory")
         self.resume_key = self.directory.name
-        super().__init__(every, repr_fields={"directory": os.fspath(directory), "every": every})
+        super().__init__(every)
         self._tensorboardx = import_optional(
             "tensorboardX",
             "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
@@ -68,8 +68,6 @@ class TensorBoard(Logger):
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one event for each line."""
-        if self._writer is not None and self._is_removed(self._path):
-            self._close()
         earlier_lines = [x for x in self._last_lines if x.step == lines[0].step]
         if self._writer is None:
             self._open(lines[0].step)
@@ -89,7 +87,6 @@ class TensorBoard(Logger):
         suffix = f".{time.time_ns()}"
         writer = self._tensorboardx.event_file_writer.EventsWriter
         self._writer = writer(str(self.directory / "events"), suffix)
-        self._path = next(self.directory.glob(f"events.*{suffix}"))
         # A session start makes readers drop the events that they have read from this step on.
         session_log = self._tensorboardx.proto.event_pb2.SessionLog
         self._event(first_step, session_log=session_log(status=session_log.START))
@@ -123,12 +120,6 @@ class TensorBoard(Logger):
 
     def end(self) -> None:
         """Closes the file."""
-        if self._writer is not None:
-            self._is_removed(self._path)
-        self._last_lines = []
-        self._close()
-
-    def _close(self) -> None:
-        writer, self._writer = self._writer, None
+        writer, self._writer, self._last_lines = self._writer, None, []
         if writer is not None:
             writer.close()

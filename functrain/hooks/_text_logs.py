@@ -3,10 +3,11 @@
 import contextlib
 import csv
 import io
+import itertools
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from functrain.common._paths import absolute_path
@@ -16,7 +17,7 @@ from functrain.hooks._logger import Line, Logger
 
 
 class TextLogger(Logger):
-    """A logger that keeps its file open for appending during a run.
+    """A logger that appends lines to a file.
 
     A run that resumes drops the lines that were written after the checkpoint.
 
@@ -24,28 +25,19 @@ class TextLogger(Logger):
       path: The file. Missing directories are created.
       append: True appends to an existing file; False replaces it.
       steps: As for `Logger`.
-      repr_fields: Names and values that `repr` shows, in addition to the path and `append`.
 
     Attributes:
       resume_key: The file's name, so that a directory may be moved between two runs.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        append: bool,
-        steps: int | None,
-        repr_fields: dict[str, Any],
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], append: bool, steps: int | None) -> None:
+        super().__init__(steps)
         # The process may change its working directory during the run.
         self.path = absolute_path(path)
-        super().__init__(steps, {"path": os.fspath(path), "append": append, **repr_fields})
         self.resume_key = self.path.name
         self.append = append
-        # True if lines that are in the file already stay when it is opened.
+        # False until the first lines of a run replace those of an earlier one.
         self._keeps_lines = append
-        self._file: io.FileIO | None = None
-        self._line_count = 0  # while the file is open
 
     def begin(self) -> None:
         """Creates the file, so that a path that cannot be written fails before the first step.
@@ -56,63 +48,44 @@ class TextLogger(Logger):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
 
-    def _kept_lines(self) -> list[str]:
-        """Returns the lines that stay in the file."""
-        if not (self._keeps_lines and self.path.exists()):
-            return []
-        return self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-
-    def _open(self) -> None:
-        """Opens the file, unless it is open; notices if it was removed."""
-        if self._file is not None and self._is_removed(self.path):
-            self._close()
-        if self._file is None:
-            self.begin()
-            self._line_count = len(self._kept_lines())
-            # Without a buffer, the file can be read during the run, a killed process loses nothing,
-            # and no text is written after its write has failed.
-            self._file = self.path.open("ab" if self._keeps_lines else "wb", buffering=0)
-            self._keeps_lines = True
+    def _kept_lines(self) -> Iterator[str]:
+        """Yields the lines that stay in the file."""
+        if self._keeps_lines and self.path.exists():
+            with self.path.open(encoding="utf-8") as file:
+                yield from file
 
     def _add(self, text: str) -> None:
-        """Appends lines to the open file; if that fails, the file stays as it was."""
-        assert self._file is not None
-        size, rest = os.fstat(self._file.fileno()).st_size, text.encode()
+        """Appends lines; if that fails, the file stays as it was."""
+        size = self.path.stat().st_size if self.path.exists() else 0
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            # Closed after each write, so that a killed process loses nothing.
+            with self.path.open("ab" if self._keeps_lines else "wb") as file:
+                self._keeps_lines = True
+                file.write(text.encode())
         except OSError:
             with contextlib.suppress(OSError):
-                self._file.truncate(size)
+                os.truncate(self.path, size)
             raise
-        self._line_count += text.count("\n")
 
     def _replace(self, lines: Iterable[str]) -> None:
         """Replaces the lines of the file at once: all stay if the process is killed meanwhile."""
-        # Windows replaces no open file.
-        self._close()
         new_path = self.path.with_name(f".{self.path.name}.new")
         try:
             new_path.write_text("".join(lines), encoding="utf-8")
             os.replace(new_path, self.path)
         finally:
             new_path.unlink(missing_ok=True)
-
-    def _close(self) -> None:
-        # First, so that a file that cannot be closed is not written again.
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        self._keeps_lines = True
 
     def state(self) -> dict[str, Any]:
         """Returns the number of lines in the file, for the checkpoint."""
-        return {"lines": len(self._kept_lines()) if self._file is None else self._line_count}
+        return {"lines": sum(1 for _ in self._kept_lines())}
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Drops the lines that were written after the checkpoint: the run writes them again."""
         count = state["lines"]
         self._keeps_lines = True
-        lines = self._kept_lines()
+        lines = list(self._kept_lines())
         if len(lines) < count:
             warn(
                 f"{self.path}: expected the {count} lines it had at the checkpoint, got "
@@ -123,10 +96,7 @@ class TextLogger(Logger):
             self._replace(lines[:count])
 
     def end(self) -> None:
-        """Closes the file; the next run replaces it, unless the logger appends."""
-        if self._file is not None:
-            self._is_removed(self.path)
-        self._close()
+        """Makes the next run replace the file, unless the logger appends."""
         self._keeps_lines = self.append
 
 
@@ -168,11 +138,10 @@ class JSONLines(TextLogger):
     def __init__(
         self, path: str | os.PathLike[str], *, every: int = 10, append: bool = False
     ) -> None:
-        super().__init__(path, append, steps=every, repr_fields={"every": every})
+        super().__init__(path, append, steps=every)
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one JSON object for each line."""
-        self._open()
         self._add("".join(f"{_json(line)}\n" for line in lines))
 
 
@@ -221,28 +190,24 @@ class CSVLogger(TextLogger):
         append: bool = False,
         every: int | Trigger | None = None,
     ) -> None:
+        super().__init__(path, append, steps=None)
         self.every = as_trigger(every, Every(epochs=1))
-        super().__init__(path, append, steps=None, repr_fields={"every": self.every})
-        self._columns: list[str] = []
 
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one row for each line."""
+        rows: list[dict[str, Any]] = []
         for line in lines:
-            self._open()
             position = {"epoch": line.epoch, "step": line.step}
-            row = {**position, **line.values, **position}
-            # A dict keeps the order of the columns and drops duplicates.
-            columns = list(dict.fromkeys([*self._columns, *row]))
-            if columns != self._columns:
-                self._set_columns(columns)
-                self._open()
-            self._add(_csv([row.get(name, "") for name in columns]))
+            rows.append({**position, **line.values, **position})
+        header = self._header()
+        # A dict keeps the order of the columns and drops duplicates.
+        columns = list(dict.fromkeys(itertools.chain(header, *rows)))
+        if columns != header:
+            self._set_columns(columns)
+        self._add("".join(_csv([row.get(name, "") for name in columns]) for row in rows))
 
-    def _open(self) -> None:
-        was_closed = self._file is None
-        super()._open()
-        if was_closed or not self._line_count:
-            self._columns = _header(self._kept_lines())
+    def _header(self) -> list[str]:
+        return next(csv.reader(self._kept_lines()), [])
 
     def _set_columns(self, columns: list[str]) -> None:
         """Rewrites the file with other columns; new ones come last, and the last are dropped."""
@@ -252,13 +217,12 @@ class CSVLogger(TextLogger):
 
     def state(self) -> dict[str, Any]:
         """Returns the number of lines and the columns, for the checkpoint."""
-        columns = _header(self._kept_lines()) if self._file is None else self._columns
-        return {**super().state(), "columns": columns}
+        return {**super().state(), "columns": self._header()}
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Drops rows and columns that were added after the checkpoint: the run adds them again."""
         super().restore(state)
-        if _header(self._kept_lines()) != state["columns"] and state["columns"]:
+        if state["columns"] and self._header() != state["columns"]:
             self._set_columns(state["columns"])
 
 
@@ -275,7 +239,3 @@ def _csv(cells: Iterable[Any]) -> str:
     line = io.StringIO()
     csv.writer(line, lineterminator="\n").writerow(cells)
     return line.getvalue()
-
-
-def _header(lines: list[str]) -> list[str]:
-    return next(csv.reader(lines[:1]), [])

@@ -36,7 +36,7 @@ class WandB(Logger):
     """
 
     def __init__(self, *, every: int = 100, **init: Any) -> None:
-        super().__init__(every, repr_fields={"every": every})
+        super().__init__(every)
         self.init = init
         self._wandb = import_optional(
             "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"

@@ -64,7 +64,7 @@ REASONS = {
     "break": r"process {} (has left the run )?after 4 steps",
     "exit": r"process {} (has left the run )?after 10 steps",
     "exception": "ValueError: mine",
-    "hang": "Watchdog: no step has ended for 4 seconds",
+    "hang": r"Timeout \(0:00:04\)!",
 }
 WAYS = [
     pytest.param(way, process, marks=[] if process else pytest.mark.long)

@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import sys
 import types
 from typing import Any
@@ -221,52 +220,6 @@ def test_a_file_that_cannot_be_written_is_met_before_a_step_is_taken(kind, tmp_p
     with pytest.raises(IsADirectoryError):
         fit(kind(tmp_path), lambda event: steps.append(event.step))
     assert not steps
-
-
-LOGGERS = {
-    "csv": lambda folder: ft.hooks.CSVLogger(folder / "log.csv", every=1),
-    "json": lambda folder: ft.hooks.JSONLines(folder / "log.jsonl", every=1),
-    "events": lambda folder: ft.hooks.TensorBoard(folder, every=1),
-}
-
-
-def logged_steps(kind: str, folder: Any) -> list[int]:
-    if kind == "events":
-        return [step for step, _ in scalars(folder)["loss"]]
-    if kind == "json":
-        return [line["step"] for line in lines(folder / "log.jsonl") if "loss" in line]
-    return pandas.read_csv(folder / "log.csv").step.tolist()
-
-
-@pytest.mark.parametrize("what", ["directory", "moved"])
-@pytest.mark.parametrize("kind", LOGGERS)
-def test_a_log_that_is_removed_during_the_run_is_told_and_goes_on(kind, what, tmp_path) -> None:
-    folder = tmp_path / "logs"
-
-    @ft.at(10)
-    def remove(event: Any) -> None:
-        if what == "directory":
-            shutil.rmtree(folder)
-            return
-        (path,) = folder.iterdir()
-        path.rename(tmp_path / path.name)
-
-    with pytest.warns(UserWarning, match=r"logs.*was removed.*during.*the run") as told:
-        fit(LOGGERS[kind](folder), remove, epochs=1, fuse=5)
-    assert len(told) == 1
-    steps = logged_steps(kind, folder)
-    assert steps[-1] == 20
-    assert 5 < steps[0] <= 11
-
-
-@pytest.mark.parametrize("kind", LOGGERS)
-def test_a_log_that_is_removed_after_its_last_line_is_told(kind, tmp_path) -> None:
-    def remove(event: Any) -> None:
-        if isinstance(event, ft.events.RunEnd):
-            shutil.rmtree(tmp_path / "logs")
-
-    with pytest.warns(UserWarning, match=r"logs.*was removed.*during the run"):
-        fit(LOGGERS[kind](tmp_path / "logs"), remove, epochs=1)
 
 
 def test_a_run_that_takes_no_step_leaves_a_file_as_it_was(tmp_path) -> None:
