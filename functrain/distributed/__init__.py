@@ -3,8 +3,7 @@
 Files:
   _initialize: connects this process to the others, if there are others
   _stopping: agreement of the processes of a run on the event after which it stops
-  _coordination: key-value store of JAX's coordination service
-  _jax_private: the private names of JAX in functrain
+  _coordination: key-value store of JAX's coordination service, and other private names of JAX
   _launch: starts processes on this machine, and restarts them
 """
 

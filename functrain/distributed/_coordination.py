@@ -1,26 +1,22 @@
-"""Key-value store of JAX's coordination service, for small messages."""
+"""Key-value store of JAX's coordination service, for small messages.
+
+It uses private names of JAX, which has no public ones for this (jax 0.12.0): the client of the
+service in `jax._src.distributed.global_state`, which Orbax takes from there, too, and the function
+`jax._src.api.clean_up`, which makes a process wait for all others at its exit.
+"""
 
 # Nothing here runs a program on a device, so any thread may call it at any time.
 
+import atexit
 from typing import Any
 
-from functrain.distributed._jax_private import global_state
+import jax
+from jax._src import api, distributed
 
 
 def is_available() -> bool:
     """Returns True if there are several processes, connected by a coordination service."""
-    return global_state().client is not None and process_count() > 1
-
-
-# `jax.process_index()` and `jax.process_count()` would start JAX's backends.
-def process_id() -> int:
-    """Returns the number of this process, from 0 on."""
-    return int(global_state().process_id)
-
-
-def process_count() -> int:
-    """Returns the number of processes."""
-    return int(global_state().num_processes)
+    return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
 def put(key: str, text: object) -> None:
@@ -49,8 +45,13 @@ def wait_for(key: str, seconds: float) -> str | None:
         return None
 
 
+def do_not_wait_at_exit() -> None:
+    """Keeps JAX from waiting for the other processes when this one exits."""
+    atexit.unregister(api.clean_up)
+
+
 def _client() -> Any:
-    client = global_state().client
+    client = distributed.global_state.client
     if client is None:  # TPU hosts can form one JAX job without the service
         raise RuntimeError(
             "expected processes that are connected by JAX's coordination service, got none. Call "

@@ -5,13 +5,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 import jax
 
 from functrain.common._checks import require
-from functrain.distributed._jax_private import do_not_wait_at_exit
+from functrain.distributed._coordination import do_not_wait_at_exit
 from functrain.distributed._stopping import leave_all_runs
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -64,46 +63,42 @@ def initialize(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = _read_environment("JAX_NUM_PROCESSES") if num_processes is None else num_processes
     number = _read_environment("JAX_PROCESS_ID") if process_id is None else process_id
-    config: dict[str, Any] = {
-        "coordinator_address": address,
-        "num_processes": count,
-        "process_id": number,
-    }
-    # Otherwise JAX would listen to all addresses of the machine.
-    if address is not None and address.rpartition(":")[0] in _LOOPBACK:
-        more = {"coordinator_bind_address": address, **more}
-    # If one of them is unknown, JAX detects it, or raises an error.
-    timer = None
-    if address is not None and count is not None and number is not None:
-        timeout = more.get("initialization_timeout", 300)
-        timer = _warn_before_timeout(address, count, number, timeout)
+    config = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        require(port.isdecimal(), "coordinator_address", "host:port", address)
+        # Otherwise JAX would listen to all addresses of the machine.
+        if host in _LOOPBACK:
+            more = {"coordinator_bind_address": address, **more}
+    # JAX aborts the process from C++, where no exception can be caught, so the message comes first.
+    timeout = more.get("initialization_timeout", 300)
+    message = (
+        f"functrain: not all processes have connected to this one, {config}. JAX aborts it after "
+        f"{timeout:g} s. Is process 0 running, is its port open, and has each process the same "
+        "address and number of processes, and its own process_id?"
+    )
+    timer = threading.Timer(0.9 * timeout, print, [message], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
     try:
         jax.distributed.initialize(**config, **more)
     except ValueError as error:
-        # JAX says that an argument "must be defined" if it could not detect it.
-        if "defined" not in str(error):
+        # JAX says that an argument "must be defined" if it could not detect it. If nothing
+        # configures other processes, this one runs alone.
+        if "defined" not in str(error) or set(config.values()) != {None}:
             raise
-        if set(config.values()) != {None}:
-            raise ValueError(
-                "initialize: expected coordinator_address, num_processes and process_id, or a "
-                f"cluster that JAX detects, got {config}. Set JAX_COORDINATOR_ADDRESS, "
-                "JAX_NUM_PROCESSES and JAX_PROCESS_ID, or pass all three."
-            ) from error
     else:
         sys.excepthook = _exit_after(sys.excepthook)
         atexit.register(leave_all_runs)
     finally:
-        if timer is not None:
-            timer.cancel()
+        timer.cancel()
 
 
 def _exit_after(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Returns an excepthook that calls another one, and exits without waiting for the others."""
 
-    def print_and_exit(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        hook(kind, error, trace)
+    def print_and_exit(kind: type[BaseException], *more: Any) -> None:
+        hook(kind, *more)
         if hasattr(sys, "ps1"):  # an error at a prompt does not end the session
             return
         do_not_wait_at_exit()
@@ -115,25 +110,6 @@ def _exit_after(hook: Callable[..., Any]) -> Callable[..., Any]:
     return print_and_exit
 
 
-def _warn_before_timeout(address: str, count: int, number: int, seconds: float) -> threading.Timer:
-    """Returns a timer that prints a message shortly before JAX's timeout."""
-    expected = f"a number from 0 to {count - 1}, since num_processes is {count}"
-    require(0 <= number < count, "process_id", expected, number)
-    require(address.rpartition(":")[2].isdecimal(), "coordinator_address", "host:port", address)
-    # JAX aborts the process from C++, where no exception can be caught, so the message comes first.
-    message = (
-        f"functrain: process {number} of {count}, coordinator {address}: not all processes have "
-        f"connected; JAX aborts this one after {seconds:g} s. Is process 0 running on this host, "
-        "is the port open, and has each process the same address and number of processes, and its "
-        "own process_id?"
-    )
-    timer = threading.Timer(0.9 * seconds, print, [message], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 def _read_environment(name: str) -> int | None:
-    text = os.environ.get(name, "").strip()
-    require(not text or text.isdecimal(), name, "a whole number", text)
+    text = os.environ.get(name)
     return int(text) if text else None

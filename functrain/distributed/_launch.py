@@ -44,22 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     numbers = (signal.SIGTERM, signal.SIGINT)
     old_handlers = [signal.signal(n, lambda number, _: signals.append(number)) for n in numbers]
     try:
-        return _run_with_restarts(options, signals)
+        for attempt in range(options.restarts + 1):
+            if attempt:
+                _print(f"restarting all processes ({attempt} of {options.restarts})")
+            status = _run(options, signals)
+            if status in (0, _TERMINATED, _USAGE_ERROR) or signals:
+                break
+        return status
     finally:
         for number, handler in zip(numbers, old_handlers, strict=True):
             signal.signal(number, handler)
-
-
-def _run_with_restarts(options: argparse.Namespace, signals: list[int]) -> int:
-    for attempt in range(options.restarts + 1):
-        if attempt:
-            _print(f"restarting all processes ({attempt} of {options.restarts})")
-        status = _run(options, signals)
-        if status in (0, _TERMINATED, _USAGE_ERROR) or signals:
-            return status
-    if options.restarts:
-        _print(f"gave up after {options.restarts} restarts")
-    return status
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -77,16 +71,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("script", type=path_text, help="a Python file")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")
     options = parser.parse_args(arguments)
-    minimums = {"processes": 1, "restarts": 0, "grace": 0, "cpu_devices": 1}
-    for name, minimum in minimums.items():
-        value = getattr(options, name)
-        if value is not None and not value >= minimum:
-            option = name.replace("_", "-")
-            parser.error(f"argument --{option}: expected at least {minimum}, got {value}")
-    if not os.path.exists(options.script):
-        parser.error(f"argument script: expected a Python file, got no file {options.script!r}")
-    if options.bind and len(_available_cores()) < options.processes:
-        parser.error("argument --bind: expected Linux, and a core for each process")
+    if options.processes < 1 or options.restarts < 0:
+        parser.error("expected --processes of at least 1, and --restarts of at least 0")
     return options
 
 
@@ -97,11 +83,11 @@ def _run(options: argparse.Namespace, signals: list[int]) -> int:
         free_socket.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free_socket.getsockname()[1]}"
     processes: list[Process] = []
+    readers: list[threading.Thread] = []
     try:
         for number in range(options.processes):
-            processes.append(_start(options, address, number))
-        readers = []
-        for number, process in enumerate(processes):
+            process = _start(options, address, number)
+            processes.append(process)
             if process.stdout:
                 arguments = (process.stdout, number)
                 readers.append(threading.Thread(target=_print_lines, args=arguments, daemon=True))
@@ -175,15 +161,10 @@ def _start(options: argparse.Namespace, address: str, number: int) -> Process:
     )
     # Before the process starts threads, which inherit its cores. Neighbours share their caches.
     if options.bind:
-        cores, n = _available_cores(), options.processes
+        cores, n = sorted(os.sched_getaffinity(0)), options.processes
         begin, end = len(cores) * number // n, len(cores) * (number + 1) // n
         os.sched_setaffinity(process.pid, cores[begin:end])
     return process
-
-
-def _available_cores() -> list[int]:
-    """Returns the cores that processes can be bound to."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 
 
 def _print_lines(lines: IO[bytes], number: int) -> None:

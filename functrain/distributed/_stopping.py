@@ -15,6 +15,8 @@ import threading
 import time
 from typing import Self
 
+import jax
+
 from functrain.distributed import _coordination
 
 # All in seconds.
@@ -22,11 +24,6 @@ _POLL_INTERVAL = 0.5
 _ANSWER_INTERVAL = 0.05
 # To wait for a process that has left the run: its last messages may be under way.
 LEAVE_TIMEOUT = 4.0
-
-_ADVICE = (
-    "Do the same in every process: stop a run with event.stop(), and give each process the same "
-    "number of batches."
-)
 
 # Processes start the same runs in the same order, so a run has the same number in all of them.
 _run_numbers = itertools.count()
@@ -45,6 +42,7 @@ class StopAgreement:
 
     def __init__(self) -> None:
         self.started = self.dispatched = 0
+        self._process = jax.process_index()
         self._passed_events = 0  # events after which this process has not stopped
         self._answer: int | None = None  # the first event at which this process can stop
         self._last_event: float | None = None  # the event at which all stop
@@ -60,15 +58,11 @@ class StopAgreement:
         threading.Thread(target=self._answer_others, daemon=True).start()
         # All processes have started the run before this one, so they are done with the one
         # before that.
-        if _coordination.process_id() == 0 and number > 1:
+        if self._process == 0 and number > 1:
             _coordination.remove(f"functrain/run-{number - 2}")
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Leaves the run."""
-        self.close()
-
-    def close(self) -> None:
         """Leaves the run: tells the others how many steps this process has dispatched."""
         with self._lock:
             if self._is_closed.is_set():
@@ -89,32 +83,28 @@ class StopAgreement:
             if wants_to_stop:
                 self._give_answer(event)
             self._passed_events = event
-            if self._answer is None:
-                return False
-        if self._last_event is None:
+        if self._answer is not None and self._last_event is None:
             self._last_event = self._wait_for_answers()
-        return event >= self._last_event
+        return self._last_event is not None and event >= self._last_event
 
     def _wait_for_answers(self) -> float:
         """Returns the largest answer; infinity if a process reached the end without one."""
         while True:
-            answers, steps_at_exit = self._read()
-            if len(answers.keys() | steps_at_exit.keys()) == _coordination.process_count():
+            # In this order, since a process posts its answer before it leaves.
+            steps_at_exit = self._read("left")
+            answers = self._read("stop")
+            if len(answers | steps_at_exit) == jax.process_count():
                 reached_end = steps_at_exit.keys() - answers.keys()
                 return math.inf if reached_end else max(answers.values())
             time.sleep(_ANSWER_INTERVAL)
 
-    def _read(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Returns the answers, and the steps of the processes that have left, by process."""
-        answers: dict[int, int] = {}
-        steps_at_exit: dict[int, int] = {}
-        for name, text in _coordination.read(self._folder).items():
-            kind, _, process = name.partition("-")
-            {"stop": answers, "left": steps_at_exit}[kind][int(process)] = int(text)
-        return answers, steps_at_exit
+    def _read(self, kind: str) -> dict[int, int]:
+        """Returns the numbers that processes have posted, by process."""
+        texts = _coordination.read(f"{self._folder}/{kind}")
+        return {int(process): int(text) for process, text in sorted(texts.items())}
 
     def _post(self, kind: str, number: int) -> None:
-        _coordination.put(f"{self._folder}/{kind}-{_coordination.process_id()}", number)
+        _coordination.put(f"{self._folder}/{kind}/{self._process}", number)
 
     def _give_answer(self, event: int) -> None:
         if self._answer is None:
@@ -128,23 +118,29 @@ class StopAgreement:
         while not self._is_closed.wait(_POLL_INTERVAL):
             # The service may fail to answer once. If it has ended, JAX ends the process.
             with contextlib.suppress(RuntimeError):
-                answers, steps_at_exit = self._read()
+                is_asked = bool(self._read("stop"))
                 with self._lock:
-                    if answers and not self._is_closed.is_set():
+                    if is_asked and not self._is_closed.is_set():
                         self._give_answer(self._passed_events + 1)
-                behind = []
-                for process, steps in sorted(steps_at_exit.items()):
-                    if steps < self.started:
-                        behind.append(f"process {process} after {steps} steps")
-                if behind and not self._is_closed.wait(LEAVE_TIMEOUT):
+                steps_at_exit = self._read("left")
+                is_behind = min(steps_at_exit.values(), default=math.inf) < self.started
+                if is_behind and not self._is_closed.wait(LEAVE_TIMEOUT):
                     print(
-                        f"functrain: process {_coordination.process_id()} ends: it waits for a "
-                        "program in which not all take part. The run was left by "
-                        f"{', '.join(behind)}, and {self.started} were started here. {_ADVICE}",
+                        f"functrain: process {self._process} ends: it waits for a program in "
+                        f"which not all take part. {self.started} steps were started here, and "
+                        f"the run was left by {_describe_exits(steps_at_exit)}",
                         file=sys.stderr,
                         flush=True,
                     )
                     os._exit(1)
+
+
+def _describe_exits(steps_at_exit: dict[int, int]) -> str:
+    exits = [f"process {process} after {steps} steps" for process, steps in steps_at_exit.items()]
+    return (
+        f"{', '.join(exits)}. Do the same in every process: stop a run with event.stop(), and give "
+        "each process the same number of batches."
+    )
 
 
 def new_stop_agreement() -> StopAgreement | None:
@@ -155,14 +151,13 @@ def new_stop_agreement() -> StopAgreement | None:
 def why_missing(process: int) -> str:
     """Returns why another process will do no more in the runs of this one; "" if it may."""
     for run in list(_open_runs):
-        steps_at_exit = run._read()[1]
+        steps_at_exit = run._read("left")
         if process in steps_at_exit:
-            steps = steps_at_exit[process]
-            return f"process {process} has left the run after {steps} steps. {_ADVICE}"
+            return f"a run was left by {_describe_exits(steps_at_exit)}"
     return ""
 
 
 def leave_all_runs() -> None:
     """Leaves all runs that are still open when the process exits."""
     for run in list(_open_runs):
-        run.close()
+        run.__exit__()

@@ -1,7 +1,6 @@
 """Hooks: functions that a loop calls with its events."""
 
 import contextlib
-import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -9,7 +8,6 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 from functrain.common import _repr
-from functrain.common._arguments import accepts
 from functrain.common._checks import require
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger, is_trigger, without_schedule
@@ -92,12 +90,10 @@ def is_resumable(hook: Any) -> bool:
 
 
 def _require_hook(hook: Any, name: str) -> None:
-    is_lazy = inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook)
-    is_function = callable(hook) and not isinstance(hook, type) and accepts(hook, 1) and not is_lazy
-    expected = "a function of one event, or an object that is called with one"
     advice = "Pass an object and no class, a Checkpointer as checkpointer=, and callbacks of Keras "
     advice += "to bridge.fit."
-    require(is_function, name, expected, hook, advice, error=TypeError)
+    is_hook = callable(hook) and not isinstance(hook, type)
+    require(is_hook, name, "a function of one event", hook, advice, error=TypeError)
     every = getattr(hook, "every", None)
     is_valid = every is None or is_trigger(every)
     expected = f"`every` of {_repr.name(hook)} to be a trigger, such as functrain.every(steps=100)"
@@ -137,7 +133,7 @@ class HookRunner:
     def __call__(self, event: Event) -> None:
         """Calls the hooks that are due."""
         for i, hook in enumerate(self._called_hooks):
-            if self._is_due(i, event):
+            if _is_due(hook, event, time.perf_counter() - self._last_call_times[i]):
                 # Set before the call, so that the time a hook takes counts towards its interval.
                 self._last_call_times[i] = time.perf_counter()
                 hook(event)
@@ -181,7 +177,7 @@ class HookRunner:
         # An interval in seconds begins with the run.
         self._last_call_times = [time.perf_counter()] * len(self._called_hooks)
         hooks = list(filter(_is_called_here, self.unscheduled()))
-        self._hooks_with_logs = [x for x in hooks if callable(getattr(x, "logs", None))]
+        self._hooks_with_logs = [hook for hook in hooks if hasattr(hook, "logs")]
         with contextlib.ExitStack() as closing:
             # The stack closes the last one first, and hooks are closed in their order. All are
             # registered before the first begins, so that an error in `begin` closes them too.
@@ -197,14 +193,13 @@ class HookRunner:
                     hook.begin()
             yield
 
-    def _is_due(self, i: int, event: Event) -> bool:
-        # A hook without a trigger gets all events, one with a trigger only the ends of chunks and
-        # epochs, and that of the run if it says so.
-        hook = self._called_hooks[i]
-        every: Trigger | None = getattr(hook, "every", None)
-        if isinstance(event, RunEnd) and getattr(without_schedule(hook), "acts_at_end", False):
-            return True
-        if every is None or not isinstance(event, ChunkEnd | EpochEnd):
-            return every is None
-        epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        return every.due(event.step, epochs, time.perf_counter() - self._last_call_times[i])
+
+def _is_due(hook: Any, event: Event, seconds: float) -> bool:
+    """Returns True if a hook gets an event, a number of seconds after the last one that it got."""
+    every: Trigger | None = getattr(hook, "every", None)
+    if every is None:
+        return True
+    if isinstance(event, RunEnd):
+        return getattr(without_schedule(hook), "acts_at_end", False)
+    epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
+    return every.due(event.step, epochs, seconds)

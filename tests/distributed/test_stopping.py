@@ -61,8 +61,8 @@ def test_a_process_that_trains_for_itself_stops_alone(found) -> None:
 
 # What the launcher prints for each way to leave a run, of the process that left or of the other.
 REASONS = {
-    "break": r"process {} (has left the run )?after 4 steps",
-    "exit": r"process {} (has left the run )?after 10 steps",
+    "break": r"run was left by process {} after 4 steps",
+    "exit": r"run was left by process {} after 10 steps",
     "exception": "ValueError: mine",
     "hang": r"Timeout \(0:00:04\)!",
 }

@@ -134,14 +134,6 @@ def test_values_that_are_no_numbers_are_refused_by_name(value) -> None:
         fit(add, epochs=1)
 
 
-async def coroutine(event):
-    event.stop()
-
-
-def generator(event):
-    yield event.stop()
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -149,9 +141,6 @@ def generator(event):
         (lambda path: ft.hooks.CSVLogger, "got .*CSVLogger.* Pass an object and no class"),
         (ft.Checkpointer, "got Checkpointer.*a Checkpointer as checkpointer="),
         (keras.callbacks.CSVLogger, r"got .*CSVLogger.* callbacks of Keras to bridge\.fit"),
-        (lambda path: coroutine, "got coroutine"),
-        (lambda path: generator, "got generator"),
-        (lambda path: lambda step, logs: None, "got <lambda>"),
     ],
 )
 def test_what_is_no_hook_is_refused_by_place(tmp_path, make, words) -> None:
