@@ -4,7 +4,7 @@ The values of a module are one nested dict. It has `params`, and besides the oth
 linen module by name, or `state` with all other values of an nnx module except its random streams.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import flax.core
@@ -73,13 +73,11 @@ class Nnx:
         self._model = from_nnx(module)
         self._graph, *self._states = nnx.split(module, nnx.Param, ...)
         params, state = self._model.init(jax.random.key(0), None)
-        streams = nnx.to_pure_dict(nnx.state(module, nnx.RngState))
-        stream_paths = dict(_tree.leaves_with_path(streams)).keys()
-        # For each leaf of the state its random stream, or None if it is part of the values.
-        self._streams: list[Any] = []
-        for path, leaf in _tree.leaves_with_path(state):
-            self._streams.append(leaf if path in stream_paths else None)
-        self._structure = jax.tree.structure(state)
+        streams = dict(_tree.leaves_with_path(nnx.to_pure_dict(nnx.state(module, nnx.RngState))))
+        # The state with None for each leaf that is part of the values.
+        self._streams = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if _tree.path_str(path) in streams else None, state
+        )
         self._initial_values: Values = {"params": params, "state": self._without_streams(state)}
 
     def first_values(self, seed: int, inputs: PyTree) -> Values:
@@ -103,15 +101,15 @@ class Nnx:
 
     def _params_and_state(self, values: Values) -> tuple[PyTree, PyTree]:
         """Returns the params, and the state with the streams inserted."""
-        state_values = iter(jax.tree.leaves(values.get("state", {})))
-        leaves = [next(state_values) if x is None else x for x in self._streams]
-        return values.get("params", {}), jax.tree.unflatten(self._structure, leaves)
+        state = self._map(lambda stream, x: x if stream is None else stream, values["state"])
+        return values["params"], state
 
     def _without_streams(self, state: PyTree) -> PyTree:
         """Returns a state with None in place of the streams."""
-        leaves = zip(jax.tree.leaves(state), self._streams, strict=True)
-        values = [x if stream is None else None for x, stream in leaves]
-        return jax.tree.unflatten(self._structure, values)
+        return self._map(lambda stream, x: x if stream is None else None, state)
+
+    def _map(self, function: Callable[[Any, Any], Any], state: PyTree) -> PyTree:
+        return jax.tree.map(function, self._streams, state, is_leaf=lambda x: x is None)
 
 
 def _copy_collections(variables: Mapping[str, PyTree]) -> Values:

@@ -65,8 +65,7 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
     Args:
       keras_loss: Any loss that `compile` takes: a `keras.losses.Loss`, a name, or a function
         ``(y_true, y_pred)``. For several outputs, one loss for all of them, or a dict or list of
-        losses with the keys of the outputs, in which None stands for no loss. A list of one loss
-        also serves a single output.
+        losses with the keys of the outputs, in which None stands for no loss.
       loss_weights: The factors of several losses: floats in the structure of `keras_loss`.
 
     Returns:
@@ -162,9 +161,6 @@ def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
             functions[key] = _loss_of_one_output(keras_loss, is_reduced=True)
 
     def sum_and_divisor(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
-        if losses.keys() == {0}:
-            # Like `compile`, takes a list of one loss for a model with a single output.
-            outputs, y = _as_list(outputs), _as_list(y)
         total: Any = 0
         divisors = []
         for key, function in functions.items():
@@ -186,10 +182,6 @@ def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
 def _items(container: Any) -> list[tuple[Any, Any]]:
     items = container.items() if isinstance(container, Mapping) else enumerate(container)
     return list(items)
-
-
-def _as_list(tree: PyTree) -> PyTree:
-    return tree if isinstance(tree, Mapping | list | tuple) else [tree]
 
 
 def entry_of_output(container: PyTree, key: Any, name: str) -> Any:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Literal, Protocol
+from typing import Any, Literal
 
 import flax.core
 import keras
@@ -11,23 +11,11 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.state import _transfer
 from bridge.state._keras_state import KerasState, write_keras_state
-from functrain.internal import PyTree, is_frozen, require_one_of
-
-
-class HasVariables(Protocol):
-    """Anything with `params` and `model_state`, such as a TrainState."""
-
-    @property
-    def params(self) -> PyTree:
-        """The trainable variables."""
-
-    @property
-    def model_state(self) -> PyTree:
-        """All other variables."""
+from functrain.internal import is_frozen, require_one_of
 
 
 def to_keras(
-    state: HasVariables | KerasState | Mapping[str, PyTree],
+    state: Any,
     model: keras.Layer,
     *,
     optimizer: Literal["auto", "require", "leave"] = "auto",

@@ -148,17 +148,6 @@ def test_runs_repeat_with_the_seed_and_dropout_changes_from_call_to_call() -> No
     np.testing.assert_array_equal(a, bridge.from_flax(Net())(x))
 
 
-class Sampler(nn.Module):
-    @nn.compact
-    def __call__(self, x: Any) -> Any:
-        return x + jax.random.normal(self.make_rng("sample"), x.shape)
-
-
-def test_a_module_that_draws_in_inference_gets_a_key_there_too() -> None:
-    layer = bridge.from_flax(Sampler())
-    assert np.any(layer(X) != layer(X))
-
-
 class Tokens(nn.Module):
     @nn.compact
     def __call__(self, inputs: dict[str, Any]) -> dict[str, Any]:

@@ -2,9 +2,6 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
-import subprocess
-import sys
-import textwrap
 from typing import Any
 
 import flax.linen as nn
@@ -13,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import functrain as ft
 from bridge.model._from_flax import FlaxLayer
 from tests.bridge.flax_cases import Net, NnxNet, X, Y, make_dense, make_nnx, model_of
 
@@ -45,29 +41,6 @@ def test_weights_alone_are_saved_and_loaded_whatever_the_module(tmp_path: Any) -
     model.save_weights(tmp_path / "x.weights.h5")
     other.load_weights(tmp_path / "x.weights.h5")
     np.testing.assert_array_equal(model.predict(X, verbose=0), other.predict(X, verbose=0))
-
-
-def test_a_saved_model_comes_back_in_a_fresh_process_without_tensorflow(tmp_path: Any) -> None:
-    model = model_of(make_dense)
-    model.save(tmp_path / "model.keras")
-    np.save(tmp_path / "x.npy", X)
-    code = """
-        import sys
-        sys.modules["tensorflow"] = None  # importing it is an error
-        import bridge, keras, numpy as np, flax.linen as nn
-        objects = {"tests>make_dense": lambda: nn.Dense(2)}
-        model = keras.models.load_model("model.keras", custom_objects=objects)
-        np.save("y.npy", model.predict(np.load("x.npy"), verbose=0))
-        """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        cwd=tmp_path,
-        env={**__import__("os").environ, "PYTHONPATH": str(ft.__path__[0]) + "/.."},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    np.testing.assert_array_equal(np.load(tmp_path / "y.npy"), model.predict(X, verbose=0))
 
 
 def test_a_module_without_a_registered_function_cannot_be_written() -> None:

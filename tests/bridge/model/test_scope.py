@@ -105,35 +105,6 @@ def test_the_guard_may_be_entered_under_itself() -> None:
     np.testing.assert_array_equal(jax.tree.leaves(before), jax.tree.leaves(snapshot(model)))
 
 
-def test_the_guard_leaves_no_tracer_in_a_model_that_adds_losses_and_updates() -> None:
-    model = keras.Sequential(
-        [
-            keras.Input((3,)),
-            layers.Dense(3, kernel_regularizer="l2", activity_regularizer="l2"),
-            layers.BatchNormalization(),
-            layers.Dropout(0.5),
-        ]
-    )
-    before = snapshot(model)
-    with pytest.raises(ValueError, match=r"(?s)moving_mean.*seed_generator"):
-        guarded(lambda x: model(x, training=True), X)
-    for a, b in zip(before, snapshot(model), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert len(model.losses) == 1  # of the kernel; the other one went with the trace
-    assert np.isfinite(float(model.losses[0]))
-
-
-def test_an_error_under_the_guard_comes_out_as_it_is() -> None:
-    def fails(x: jax.Array) -> jax.Array:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        guarded(fails, X)
-    with keras.StatelessScope():
-        pass
-    assert keras.Variable(1.0).value == 1.0  # no scope is left open
-
-
 def annealed(variable: keras.Variable) -> Any:
     return lambda y, outputs: variable * keras.ops.mean((y - outputs) ** 2, -1)
 

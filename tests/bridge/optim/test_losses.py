@@ -211,14 +211,6 @@ def test_outputs_of_another_structure_are_refused(
         bridge.loss(loss)(outputs, y)
 
 
-def test_a_list_of_one_loss_is_that_of_a_single_output_as_in_compile() -> None:
-    outputs, y = data("numbers", B)
-    expected = jnp.mean(bridge.loss("mse")(outputs, y))
-    for given in ((outputs, y), ([outputs], y), ([outputs], [y])):
-        np.testing.assert_allclose(bridge.loss(["mse"])(*given), expected, rtol=1e-6)
-    np.testing.assert_allclose(bridge.loss("mse")([outputs], y), expected, rtol=1e-6)
-
-
 def test_weights_along_the_wrong_axis_are_refused() -> None:
     outputs, y = np.ones((3, 3, 1)), np.zeros((3, 3, 1))
     loss = bridge.loss("mse")

@@ -223,15 +223,6 @@ def test_a_file_with_a_lambda_is_read_and_its_code_is_not(tmp_path) -> None:
     np.testing.assert_array_equal(warm.state.params["d"]["kernel"], old.weights[0].value)
 
 
-def test_unnamed_layers_are_matched_in_their_order(tmp_path) -> None:
-    old, model = randomized(chain("dense_1", "dense_2"), 1), chain("dense_2", "dense_3")
-    old.save(tmp_path / "old.keras")
-    warm = warm_start(model, tmp_path / "old.keras")
-    for layer, old_layer in zip(model.layers, old.layers, strict=True):
-        kernel = warm.state.params[layer.name]["kernel"]
-        np.testing.assert_array_equal(kernel, old_layer.kernel.value)
-
-
 def test_a_model_that_cannot_be_saved_has_its_values_again(tmp_path) -> None:
     class Computes(layers.Dense):
         def save_own_variables(self, store):
