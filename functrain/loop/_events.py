@@ -49,13 +49,20 @@ class Event:
     _metrics: Callable[[], dict[str, Any]] = dataclasses.field(default=dict, repr=False)
     # True for a population: values and logs then have one number per member.
     _of_members: bool = dataclasses.field(default=False, repr=False)
-    # The latest state that was assigned, and the one that the event came with. Once that has been
-    # read, its structure and its leaves.
-    _state: PyTree = dataclasses.field(init=False, repr=False)
-    _given: PyTree = dataclasses.field(init=False, repr=False)
-    _flat: tuple[Any, list[Any]] | None = dataclasses.field(default=None, init=False, repr=False)
     # See `hand_over`.
     _is_handed_over: bool = dataclasses.field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # The attribute is made when it is read: most events are handled without their states, and
+        # flattening a large one takes a few percent of a short step.
+        self._original_state = self.__dict__.pop("state")
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "state":
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # In containers of its own: those of the run do not change if a leaf is assigned in place.
+        self.state = jax.tree.map(lambda x: x, self._original_state)
+        return self.state
 
     @property
     def step(self) -> int:
@@ -76,18 +83,18 @@ class Event:
         self.state, self._is_handed_over = state, True
 
     def original_state(self) -> PyTree:
-        """Returns the state that the event came with, also if a leaf was assigned since."""
-        return self._given if self._flat is None else jax.tree.unflatten(*self._flat)
+        """Returns the state that the event came with, also if another was assigned since."""
+        return self._original_state
 
-    def is_changed_in_place(self) -> bool:
-        """Returns True if a leaf was assigned in a container of the state that the event had."""
-        if self._flat is None:
+    def is_state_changed(self) -> bool:
+        """Returns True if a state was assigned since, or a leaf in one of its containers."""
+        if "state" not in self.__dict__:
             return False
-        structure, leaves = self._flat
-        leaves_now, structure_now = jax.tree.flatten(self._given)
+        leaves, structure = jax.tree.flatten(self.state)
+        original_leaves, original_structure = jax.tree.flatten(self._original_state)
         # By identity: the values need not be ready, and a comparison would wait for them.
-        is_same = structure_now == structure and all(map(operator.is_, leaves, leaves_now))
-        return not is_same
+        is_same = map(operator.is_, leaves, original_leaves)
+        return structure != original_structure or not all(is_same)
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""
@@ -103,26 +110,6 @@ class Event:
         that they agree on, a few programs later.
         """
         self.stopped = True
-
-
-def _read_state(event: Event) -> PyTree:
-    # Containers can be changed once they are known to the reader. Most events are handled without
-    # their states, and flattening a large one takes a few percent of a short step.
-    if event._flat is None:
-        leaves, structure = jax.tree.flatten(event._given)
-        event._flat = structure, leaves
-    return event._state
-
-
-def _assign_state(event: Event, state: PyTree) -> None:
-    event._state = state
-    # The first assignment is that of `__init__`.
-    if not hasattr(event, "_given"):
-        event._given = state
-
-
-# Assigned here, since the decorator would take a property in the class for the field's default.
-Event.state = property(_read_state, _assign_state)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

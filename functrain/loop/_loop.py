@@ -303,17 +303,13 @@ class Loop:
         return fields
 
     def _continue_from(self, event: Event) -> None:
-        """Continues with the state of an event; copies the state if a hook has replaced it."""
-        is_changed_in_place = event.is_changed_in_place()
-        if event._state is self.state and not is_changed_in_place:
+        """Continues with the state of an event; copies it if a hook has changed it."""
+        if not event.is_state_changed():
             return
-        state = event._state
+        state = event.state
         # The next program consumes the state, and only `hand_over` promises that nothing else uses
         # its arrays.
         if not event._is_handed_over:
-            # If this raises, the run has its own state.
-            if is_changed_in_place:
-                self._replace_state(event.original_state())
             # Before the comparison: copies of NumPy arrays and Python numbers are jax arrays.
             if _tree.structure(state) == _tree.structure(self.state):
                 state = _tree.copy(state)
@@ -322,8 +318,5 @@ class Loop:
             advice = "Assign a state with all of its leaves: event.state = new_state."
             require_no_problems("event.state", changes, expected, advice)
             state = _placement.place_on_mesh(state, self.arguments.sharding)
-        self._replace_state(state)
-
-    def _replace_state(self, state: PyTree) -> None:
         carry = self.driver.carry
         self.driver.begin(carry.replace(state=state) if isinstance(carry, Metered) else state)
