@@ -18,7 +18,7 @@ from functrain.engine._signals import signals_of_run
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers_of
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
-from functrain.loop._arguments import RunArguments, run_arguments
+from functrain.loop._arguments import run_arguments
 from functrain.loop._events import LateLogs
 from functrain.loop._loop import Loop
 from functrain.loop._run import Run, begin_run
@@ -186,7 +186,8 @@ def fit(
         # First, so that the other hooks see its values.
         runner.hooks.insert(0, Evaluate(eval_step, eval_batches, **options))
     look_ahead(state, step, arguments, runner.unscheduled(), checkpointer)
-    recorder = _recorder(step, arguments, runner, history)
+    is_population = traits_of(step).is_population
+    recorder = Recorder(arguments.position.step, is_population, keeps_steps=history == "steps")
     logs = LateLogs(recorder.logs, runner.logs)
     saving: Saving | None = None
     if checkpointer is not None:
@@ -216,22 +217,9 @@ def fit(
         recorder.losses.warn(
             by_epochs=steps is None,
             epochs_before=arguments.batches.epochs_before,
-            active=loop.state.active if traits_of(step).is_population else None,
+            active=loop.state.active if is_population else None,
         )
     return FitResult(loop.state, recorder.history())
-
-
-def _recorder(step: Any, arguments: RunArguments, runner: HookRunner, history: str) -> Recorder:
-    """Returns the recorder of a fit."""
-    # A user's hook may read logs that are arrays, so a warning is due only without such hooks.
-    modules = [type(hook).__module__ for hook in runner.unscheduled()]
-    has_user_hooks = not all(module.startswith("functrain.") for module in modules)
-    return Recorder(
-        arguments.position.step,
-        traits_of(step).is_population,
-        keeps_steps=history == "steps",
-        warns_of_arrays=not has_user_hooks,
-    )
 
 
 def _handle_events(
