@@ -1,7 +1,6 @@
 """``python -m functrain.checkpoint``: lists checkpoints, and verifies them."""
 
 import argparse
-import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,9 +9,9 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from functrain.checkpoint._checkpoint import read_unless_replaced, verify
-from functrain.checkpoint._directory import path_of, steps
-from functrain.checkpoint._errors import CheckpointCorruptError, ObjectStoreError
+from functrain.checkpoint._checkpoint import verify
+from functrain.checkpoint._directory import path_of, read_each, steps
+from functrain.checkpoint._errors import ObjectStoreError
 from functrain.checkpoint._files import resolve_path
 from functrain.checkpoint._manifest import read_manifest
 from functrain.common._repr import format_bytes
@@ -33,56 +32,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         path = resolve_path(options.directory, "directory")
-        checkpoints = [path_of(path, step) for step in steps(path)] or [path]
-        manifests, damage = read_all(checkpoints, reads_arrays=options.verify)
+        checkpoints = [path_of(path, step) for step in steps(path)]
+        read = verify if options.verify else read_manifest
+        manifests, damage = read_each(checkpoints or [path], read, skip_missing=bool(checkpoints))
     except (ImportError, OSError, ValueError, ObjectStoreError) as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{path}: {len(manifests)} intact, {len(damage)} damaged")
     print(table(manifests))
-    for name, message in damage.items():
-        print(f"{name}  damaged\n{message}")
+    for message in damage.values():
+        print(f"damaged: {message}")
     return 1 if damage else 0
-
-
-def read_all(
-    checkpoints: list[str], *, reads_arrays: bool
-) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Returns the manifests of intact checkpoints, and the damage of the others, by name."""
-    manifests, damage = dict[str, dict[str, Any]](), dict[str, str]()
-    read = verify if reads_arrays else read_manifest
-    for path in checkpoints:
-        name = os.path.basename(path)
-        try:
-            manifests[name] = read_unless_replaced(path, functools.partial(read, path))
-        except CheckpointCorruptError as error:
-            damage[name] = str(error)
-        except FileNotFoundError:
-            if len(checkpoints) == 1:
-                raise
-            # A training has removed it since the listing.
-    return manifests, damage
 
 
 def table(manifests: Mapping[str, Mapping[str, Any]]) -> str:
     """Returns a table with a row for each checkpoint."""
     # Values of evaluations come first, because there may be no room for all.
-    names = {name for manifest in manifests.values() for name in manifest["values"]}
-    ordered_names = sorted(names, key=lambda name: (not name.startswith("val_"), name))
-    shown_names = ordered_names[:_MAX_VALUES]
-    columns = ["checkpoint", "epoch", "saved (UTC)", "size", *shown_names]
+    all_names = {name for manifest in manifests.values() for name in manifest["values"]}
+    names = sorted(all_names, key=lambda name: (not name.startswith("val_"), name))[:_MAX_VALUES]
+    columns = ["checkpoint", "epoch", "saved (UTC)", "size", *names]
     result = Table(*columns, box=None)
-    for name, manifest in manifests.items():
-        values = [manifest["values"].get(name) for name in shown_names]
+    for path, manifest in manifests.items():
+        values = [manifest["values"].get(name) for name in names]
         result.add_row(
-            name,
+            os.path.basename(path),
             _format_epoch(manifest),
             str(manifest.get("saved_at", "?"))[:16].replace("T", " "),
             format_bytes(manifest["bytes"]),
             *("" if value is None else f"{value:.4g}" for value in values),
         )
-    hidden_names = ", ".join(ordered_names[_MAX_VALUES:])
-    return render(result) + (f"\nNot shown: {hidden_names}" if hidden_names else "")
+    return render(result)
 
 
 def _format_epoch(manifest: Mapping[str, Any]) -> str:

@@ -129,17 +129,9 @@ def is_complete(record: Mapping[str, Any]) -> bool:
 
 
 def _stored_spec(record: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """Returns dtype and shape of the stored array; raises ValueError if they are not the leaf's."""
-    spec = record["spec"]
-    if not spec.startswith("key<"):
-        if "stored" in record:
-            raise ValueError(f"it is stored as {record['stored'][:100]!r}")
-        return _manifest.parse_spec(spec)
+    """Returns dtype and shape of the stored array."""
     # A key is stored as its key data, which have further axes.
-    dtype, shape = _manifest.parse_spec(record["stored"])
-    if dtype != np.uint32 or spec.partition(">")[2] != f"[{', '.join(map(str, shape[:-1]))}]":
-        raise ValueError(f"it is stored as {record['stored'][:100]!r}")
-    return dtype, shape
+    return _manifest.parse_spec(record.get("stored", record["spec"]))
 
 
 # Reading arrays.

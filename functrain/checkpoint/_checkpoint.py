@@ -20,7 +20,7 @@ from functrain.checkpoint._files import MANIFEST, arrays_name, files_at, is_part
 from functrain.checkpoint._leaves import Leaf
 from functrain.checkpoint._manifest import DOCUMENTS, FILE, STATE
 from functrain.checkpoint._processes import ProcessGroup
-from functrain.common import _repr, _tree
+from functrain.common import _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._paths import errors_name_path
 from functrain.common._types import PyTree
@@ -53,17 +53,9 @@ class Restored(NamedTuple):
     values: dict[str, float]
     documents: dict[str, Any]
 
-    def __repr__(self) -> str:
-        document_names = ", ".join(self.documents) or "nothing"
-        return (
-            f"Restored(state={_repr.state_repr(self.state)}, position={self.position}, "
-            f"values={self.values}, documents of {document_names})"
-        )
 
-
-def read_checkpoint(likes: Likes, path: str) -> Content:
+def read_checkpoint(likes: Likes, path: str, manifest: dict[str, Any]) -> Content:
     """Loads a checkpoint. Returns its content, its trees by name, and its manifest."""
-    manifest = _manifest.read_manifest(path)
     # No structure is needed for the arrays of documents: they are read by their names.
     names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
     trees, arrays = _read_trees(path, manifest, likes(manifest), names)
@@ -92,17 +84,20 @@ def _read_trees(
     return jax.tree.unflatten(jax.tree.structure(likes), leaves), arrays
 
 
-def read_unless_replaced(directory: str, read: Callable[[], _T]) -> _T:
-    """Calls a function that reads a checkpoint; again if it was replaced in the meantime."""
-    files, path = files_at(directory), os.path.join(directory, MANIFEST)
+def read_current(directory: str, read: Callable[[dict[str, Any]], _T]) -> _T:
+    """Calls a function with the manifest of a checkpoint; again if it is replaced meanwhile."""
+    manifest = _manifest.read_manifest(directory)
     while True:
-        identity = files.identity(path)
         try:
-            return read()
+            return read(manifest)
         except Exception:
             # Several processes would see the replacement at different times.
-            if _processes.is_multiprocess() or files.identity(path) == identity:
+            if _processes.is_multiprocess():
                 raise
+            newer_manifest = _manifest.read_manifest(directory)
+            if newer_manifest["save_id"] == manifest["save_id"]:
+                raise
+            manifest = newer_manifest
 
 
 def verify(directory: str) -> dict[str, Any]:
@@ -111,14 +106,13 @@ def verify(directory: str) -> dict[str, Any]:
     The CheckpointCorruptError names the first damaged leaf.
     """
 
-    def read() -> dict[str, Any]:
-        manifest = _manifest.read_manifest(directory)
+    def read(manifest: dict[str, Any]) -> dict[str, Any]:
         with StoredArrays(directory, manifest) as stored:
             for name in manifest["leaves"]:
                 stored.read(name)
         return manifest
 
-    return read_unless_replaced(directory, read)
+    return read_current(directory, read)
 
 
 def write_checkpoint(
@@ -139,10 +133,8 @@ def write_checkpoint(
     # is called there alone.
     shared_names = [name for name in leaves if _leaves.tree_name(name) != DOCUMENTS]
     specs = {name: leaves[name].spec for name in shared_names}
-    copies = [name for name, leaf in leaves.items() if leaf.is_copy]
-    lacking = [name for name, leaf in leaves.items() if not leaf.shards]
-    shared = group.call_on_first(lambda: [directory, specs, lacking, secrets.token_hex(4)])
-    first_directory, first_specs, lacking, save_id = shared
+    shared = group.call_on_first(lambda: [directory, specs, secrets.token_hex(4)])
+    first_directory, first_specs, save_id = shared
     manifest: list[bytes] = []
 
     def write_parts() -> Any:
@@ -153,11 +145,10 @@ def write_checkpoint(
             "a state of the same leaves in all processes",
             "Nothing was saved. Create the state in the same way in every process.",
         )
-        parts = {name: x for name, x in leaves.items() if name not in copies or name in lacking}
         files.make_directory(directory)
         path = os.path.join(directory, arrays_name(jax.process_index(), save_id))
         with files.create(path) as file:
-            return write_arrays(file, parts, group.require_no_failure)
+            return write_arrays(file, leaves, group.require_no_failure)
 
     def prepare_manifest() -> None:
         names = [arrays_name(process, save_id) for process in range(len(outcomes))]
@@ -177,7 +168,7 @@ def write_checkpoint(
 
     with errors_name_path(directory):
         try:
-            outcomes = group.gather(write_parts, only_first=True)
+            outcomes = group.gather(write_parts)
             group.call_on_first(prepare_manifest)
         except BaseException:
             # A full disk needs the space.
@@ -316,9 +307,8 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     """
     target = resolve_path(path)
 
-    def read() -> PyTree:
-        manifest = _manifest.read_manifest(target)
+    def read(manifest: dict[str, Any]) -> PyTree:
         return _read_trees(target, manifest, {STATE: like})[0][STATE]
 
     with _processes.main_group.raise_in_all():
-        return read_unless_replaced(target, read)
+        return read_current(target, read)

@@ -205,7 +205,11 @@ class Checkpointer:
           The damage by step; empty if all checkpoints are intact.
         """
         self.wait()
-        return _directory.verify(self.directory, step)
+        steps = self.steps() if step is None else [step]
+        paths = [_directory.path_of(self.directory, n) for n in steps]
+        skip_missing = step is None
+        _, damage = _directory.read_each(paths, _checkpoint.verify, skip_missing=skip_missing)
+        return {n: damage[path] for n, path in zip(steps, paths, strict=True) if path in damage}
 
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps, so that training can resume from this one.
@@ -223,13 +227,12 @@ class Checkpointer:
                 # Otherwise a rollback to a damaged checkpoint could leave no intact one. Verified
                 # before the locking, which creates the directory.
                 _checkpoint.verify(_directory.path_of(self.directory, step))
-            was_locked = group.call_on_first(self._require_writable)
+            group.call_on_first(self._require_writable)
             try:
                 group.call_on_first(lambda: _directory.remove_later(self.directory, step))
             finally:
                 # The run that resumes may have another checkpointer.
-                if not was_locked:
-                    self._lock.release()
+                self._lock.release()
 
     def wait(self) -> None:
         """Waits for the save in progress, and raises its error."""
@@ -246,9 +249,9 @@ class Checkpointer:
 
     # Used by runs, in `functrain/loop/_saving.py`.
 
-    def _require_writable(self) -> bool:
-        """Creates and locks the directory. Returns True if it was locked before."""
-        return _directory.acquire(self._lock, self.directory)
+    def _require_writable(self) -> None:
+        """Creates and locks the directory."""
+        _directory.acquire(self._lock, self.directory)
 
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than every saved one."""
@@ -338,4 +341,4 @@ class Checkpointer:
         _directory.visible_steps(self.directory)
         with _processes.main_group.raise_in_all():
             path = _directory.path_of(self.directory, step)
-            return _checkpoint.read_unless_replaced(path, lambda: read(path))
+            return _checkpoint.read_current(path, functools.partial(read, path))

@@ -4,11 +4,11 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
-from functrain.checkpoint import _checkpoint, _processes
-from functrain.checkpoint._checkpoint import delete_unneeded, read_unless_replaced
+from functrain.checkpoint import _processes
+from functrain.checkpoint._checkpoint import delete_unneeded, read_current
 from functrain.checkpoint._errors import (
     CheckpointCorruptError,
     CheckpointMismatchError,
@@ -51,12 +51,12 @@ def visible_steps(directory: str) -> list[int]:
     return first_steps
 
 
-def read_newest(directory: str, read: Callable[[str], _T]) -> _T:
+def read_newest(directory: str, read: Callable[[str, dict[str, Any]], _T]) -> _T:
     """Reads the newest checkpoint that is not damaged. All processes call it, and read the same.
 
     Args:
       directory: The directory of a Checkpointer.
-      read: Given the path of a checkpoint, returns the result.
+      read: Given the path of a checkpoint and its manifest, returns the result.
 
     Raises:
       FileNotFoundError: There is no checkpoint.
@@ -67,7 +67,7 @@ def read_newest(directory: str, read: Callable[[str], _T]) -> _T:
     for step in reversed(visible_steps(directory)):
         path, failure = path_of(directory, step), None
         try:
-            result = read_unless_replaced(path, functools.partial(read, path))
+            result = read_current(path, functools.partial(read, path))
         except Exception as error:
             failure = error
         # A writer has removed it since the listing. Several processes would see that at different
@@ -92,40 +92,41 @@ def read_newest(directory: str, read: Callable[[str], _T]) -> _T:
     raise CheckpointCorruptError("\n".join([f"{directory}: all are damaged:", *damage]))
 
 
-def verify(directory: str, step: int | None) -> dict[int, str]:
-    """Verifies the checkpoint of a step, or all; see `Checkpointer.verify`."""
-    damage: dict[int, str] = {}
-    for n in steps(directory) if step is None else [step]:
-        path = path_of(directory, n)
+def read_each(
+    paths: Iterable[str], read: Callable[[str], dict[str, Any]], *, skip_missing: bool
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Returns the manifests of intact checkpoints, and the damage of the others, by path.
+
+    With `skip_missing`, those that the writer has removed since the listing are left out.
+    """
+    manifests, damage = dict[str, dict[str, Any]](), dict[str, str]()
+    for path in paths:
         try:
-            _checkpoint.verify(path)
+            manifests[path] = read(path)
         except CheckpointCorruptError as error:
-            damage[n] = str(error)
+            damage[path] = str(error)
         except FileNotFoundError:
-            if step is not None:
+            if not skip_missing:
                 raise
-            # The writer has removed it since the listing.
-    return damage
+    return manifests, damage
 
 
 # For the writer of a directory.
 
 
-def acquire(lock: Any, directory: str) -> bool:
+def acquire(lock: Any, directory: str) -> None:
     """Creates and locks a directory, and cleans up what killed saves left.
 
-    Returns True if it was locked before. Raises RuntimeError if another checkpointer writes to it.
+    Raises RuntimeError if another checkpointer writes to it.
     """
-    if lock.is_held():
-        return True
-    files_at(directory).make_directory(directory)
-    lock.acquire()
-    try:
-        clean_up(directory)
-    except BaseException:
-        lock.release()
-        raise
-    return False
+    if not lock.is_held():
+        files_at(directory).make_directory(directory)
+        lock.acquire()
+        try:
+            clean_up(directory)
+        except BaseException:
+            lock.release()
+            raise
 
 
 def remove(directory: str, step: int) -> None:
@@ -212,27 +213,23 @@ class Monitor:
 
     def best(self) -> int | None:
         """Returns the step of the best value, the first of equal ones; None if there is none."""
-        return self._best(self._saved_values())
+        ranked = self._ranked_values()
+        return min(ranked)[1] if ranked else None
 
     def is_improved(self, value: float) -> bool:
         """Returns True if a value is better than every saved one."""
-        saved = self._saved_values()
-        later_step = max(saved, default=0) + 1
-        return self._best({**saved, later_step: value}) == later_step
+        ranked = self._ranked_values()
+        is_better = not ranked or self._sign * value < min(ranked)[0]
+        return math.isfinite(value) and is_better
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Stores the value of a checkpoint that has been written; NaN if it has none."""
         if self._name is not None:
             self._values[step] = values.get(self._name, math.nan)
 
-    def _best(self, values: Mapping[int, float]) -> int | None:
-        # NaN and infinity would stay the best for ever.
-        numbers = {step: self._sign * x for step, x in values.items() if math.isfinite(x)}
-        return min(sorted(numbers), key=numbers.__getitem__, default=None)
-
-    def _saved_values(self) -> dict[int, float]:
-        """Returns the values by step, NaN where none was saved."""
-        values = {}
+    def _ranked_values(self) -> list[tuple[float, int]]:
+        """Returns each finite value with its step. The best value is the smallest."""
+        values = list[tuple[float, int]]()
         for step in steps(self._directory) if self._name is not None else ():
             # A damaged checkpoint has no value, and so is never best.
             with contextlib.suppress(CheckpointCorruptError, ValueError, OSError):
@@ -240,5 +237,7 @@ class Monitor:
                     saved: Any = read_manifest(path_of(self._directory, step))["values"]
                     # The writer's thread may have stored a newer one in the meantime.
                     self._values.setdefault(step, saved.get(self._name, math.nan))
-                values[step] = self._values[step]
+                # NaN and infinity would stay the best for ever.
+                if math.isfinite(value := self._values[step]):
+                    values.append((self._sign * value, step))
         return values

@@ -11,11 +11,9 @@ checkpoint complete or absent. The same holds in an object store, see `_object_s
 """
 
 import contextlib
-import errno
 import io
 import os
 import re
-import stat
 from collections.abc import Iterator
 from typing import IO
 
@@ -101,23 +99,14 @@ class Disk:
         # Looked up by name, because network disks cache the listings of other hosts' files.
         return all(os.path.lexists(os.path.join(directory, name)) for name in names)
 
-    def identity(self, path: str) -> object:
-        """Returns a value that changes when a file is removed or replaced."""
-        with contextlib.suppress(OSError):
-            status = os.stat(path)
-            # Inode numbers are reused, so the mtime is part of the identity.
-            return status.st_dev, status.st_ino, status.st_mtime_ns
-        return None
-
     def open(self, path: str) -> io.FileIO:
-        """Opens a file for reading; raises OSError for a pipe or a link."""
-        # A link may lead to any file of the user, and a pipe would block without O_NONBLOCK.
-        flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        handle = os.open(path, flags | getattr(os, "O_BINARY", 0))
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise OSError(0, "not a regular file", path)
-        return open(handle, "rb", buffering=0)
+        """Opens a file for reading."""
+        return open(path, "rb", buffering=0)
+
+    def read(self, path: str) -> bytes:
+        """Returns the bytes of a file."""
+        with self.open(path) as file:
+            return file.read()
 
     def make_directory(self, path: str) -> None:
         """Creates a directory; raises FileExistsError for a file or a link of this name."""
@@ -170,11 +159,7 @@ def _sync_directory(directory: str) -> None:
     """Flushes the names in a directory to disk, where the system can."""
     if hasattr(os, "O_DIRECTORY"):  # not on Windows
         handle = os.open(directory, os.O_RDONLY)
-        try:
+        # Some network file systems cannot flush directories.
+        with contextlib.suppress(OSError):
             os.fsync(handle)
-        except OSError as error:
-            # Some network file systems cannot flush directories.
-            if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
-                raise
-        finally:
-            os.close(handle)
+        os.close(handle)

@@ -23,13 +23,11 @@ class Leaf(NamedTuple):
       spec: Its dtype and shape as messages show them, such as ``float32[8, 3]``.
       stored_spec: Dtype and shape of the array in the file: of a PRNG key, those of its key data.
       shards: The parts that this process writes, each with its box in the whole array.
-      is_copy: True if the first process writes the same array, unless it has no part of it.
     """
 
     spec: str
     stored_spec: str
     shards: list[tuple[Box, np.ndarray]]
-    is_copy: bool
 
 
 def named_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
@@ -90,18 +88,15 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
 
     result = {}
     for name, array in arrays.items():
-        shards, is_copy = [], False
+        shards = []
         if isinstance(array, jax.Array) and name not in fetched:
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:  # one of the processes that have this part writes it
                     box = _index_to_box(shard.index, array.shape)
                     shards.append((box, to_numpy(shard.data, shard.data)))
-        # A committed array may be on a mesh of this process alone, so that no other one has it.
-        elif is_first() or getattr(array, "committed", False):
+        elif is_first():
             shards.append((full_box(array.shape), to_numpy(fetched.get(name, array), array)))
-            is_copy = not is_first()
-        specs = _tree.strong_spec(leaves[name]), _tree.strong_spec(array)
-        result[name] = Leaf(*specs, shards, is_copy)
+        result[name] = Leaf(_tree.strong_spec(leaves[name]), _tree.strong_spec(array), shards)
     return result
 
 

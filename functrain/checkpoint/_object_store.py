@@ -5,10 +5,8 @@ newest writer of a directory leaves a record in it, and others find it before th
 """
 
 import contextlib
-import datetime
 import errno
 import functools
-import json
 import os
 import secrets
 import socket
@@ -95,17 +93,16 @@ class ObjectStore:
         """Returns True if a directory has all of these objects."""
         return self.names(directory).issuperset(names)
 
-    def identity(self, path: str) -> object:
-        """Returns a value that changes when an object is removed or replaced."""
-        with contextlib.suppress(FileNotFoundError), _store_errors(path):
-            return self._store.ukey(path)
-        return None
-
     def open(self, path: str) -> _Reader:
         """Opens an object for reading. Requests are for ranges of it."""
         with _store_errors(path):
             file = self._store.open(path, "rb", block_size=_READ_BYTES, cache_type="readahead")
         return _Reader(path, file)
+
+    def read(self, path: str) -> bytes:
+        """Returns the bytes of an object."""
+        with _store_errors(path):
+            return bytes(self._store.cat_file(path))
 
     def make_directory(self, path: str) -> None:
         """Does nothing, because directories are only parts of names."""
@@ -165,14 +162,14 @@ class _Owner:
         """Returns True if this is the writer; raises RuntimeError if another has taken over."""
         stored = b""
         if self._record:
-            with contextlib.suppress(FileNotFoundError), self._files.open(self._path) as file:
-                stored = file.read()
+            with contextlib.suppress(FileNotFoundError):
+                stored = self._files.read(self._path)
         if stored not in (b"", self._record):
-            writer = json.loads(stored)
+            writer = stored.decode(errors="replace").partition("#")[0]
             raise RuntimeError(
                 f"{os.path.dirname(self._path)}: expected to be the only writer of this directory, "
-                f"but {writer['writer']} has taken over at {writer['since']}. Nothing was saved. "
-                "Use another directory, or end that process, call close(), and save again."
+                f"but {writer} has taken over. Nothing was saved. Use another directory, or end "
+                "that process, call close(), and save again."
             )
         # A record that was deleted with the directory is written again.
         return stored != b""
@@ -180,9 +177,7 @@ class _Owner:
     def acquire(self) -> None:
         """Becomes the writer; raises ObjectStoreError if the store cannot be written."""
         writer = f"process {os.getpid()} on {socket.gethostname()}"
-        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        entries = {"writer": writer, "since": since, "id": secrets.token_hex(8)}
-        self._record = json.dumps(entries).encode()
+        self._record = f"{writer}#{secrets.token_hex(8)}".encode()
         self._files.replace(self._path, self._record)
 
     def release(self) -> None:

@@ -45,10 +45,10 @@ class ProcessGroup:
     def __init__(self, name: str) -> None:
         self._name, self._round, self._next_check = name, 0, 0.0
 
-    def gather(self, work: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
+    def gather(self, work: Callable[[], Any]) -> list[Any]:
         """Calls a function in every process, and returns all results, which have to be JSON.
 
-        With `only_first`, the others get []. An exception in one process is raised in all.
+        An exception in one process is raised in all.
         """
         if not is_multiprocess():
             return [work()]
@@ -57,7 +57,7 @@ class ProcessGroup:
             value = work()
         except Exception as error:
             failure = error
-        failures, values = self._exchange(failure, value, only_first=only_first)
+        failures, values = self._exchange(failure, value)
         _raise(failure, failures)
         return values
 
@@ -84,13 +84,8 @@ class ProcessGroup:
             return {} if failure is None else {0: _describe(failure)}
         return self._exchange(failure, None)[0]
 
-    def _exchange(
-        self, failure: Exception | None, value: Any, *, only_first: bool = False
-    ) -> tuple[dict[int, str], list[Any]]:
-        """Waits for all processes; returns the errors by process, and the values of all.
-
-        With `only_first`, the others get no values.
-        """
+    def _exchange(self, failure: Exception | None, value: Any) -> tuple[dict[int, str], list[Any]]:
+        """Waits for all processes; returns the errors by process, and the values of all."""
         # Each process posts its outcome: one that failed does so at once, so the others never wait
         # for work that it will not do. The first process collects the outcomes for all.
         process, folder = jax.process_index(), f"functrain/{self._name}/{self._round}"
@@ -99,8 +94,7 @@ class ProcessGroup:
         if process == 0:
             outcomes = [self._wait_for(folder, i, i) for i in range(jax.process_count())]
             texts, values = [text for text, _ in outcomes], [value for _, value in outcomes]
-            shared_values = [] if only_first else values
-            _coordination.put(f"{folder}/all", json.dumps([texts, shared_values]))
+            _coordination.put(f"{folder}/all", json.dumps([texts, values]))
             # Every process has read the round before, or it would not have posted in this one.
             if self._round:
                 _coordination.remove(f"functrain/{self._name}/{self._round - 1}")

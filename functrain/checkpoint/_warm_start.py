@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._array_files import ArrayFile, open_arrays
-from functrain.checkpoint._checkpoint import read_unless_replaced
+from functrain.checkpoint._checkpoint import read_current
 from functrain.checkpoint._directory import read_newest, steps
 from functrain.checkpoint._errors import CheckpointMismatchError
-from functrain.checkpoint._files import resolve_path
+from functrain.checkpoint._files import files_at, resolve_path
 from functrain.checkpoint._manifest import STATE
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
@@ -41,10 +40,10 @@ class WarmStart(NamedTuple):
       >>> warm = WarmStart((), {"params/a/w": "a/w"}, ("b/w", "b/b"), (), ("step",), "old.h5")
       >>> print(warm)
       Warm start from old.h5
-        loaded        1 leaf: params/a/w
-        unused        2 of the file: b/w, b/b
-        missing       0 of the state
-        unchanged     1 of the state, not asked for: step
+        loaded        1  params/a/w
+        unused        2  b/w, b/b
+        missing       0
+        unchanged     1  step
     """
 
     state: PyTree
@@ -55,15 +54,11 @@ class WarmStart(NamedTuple):
     source: str
 
     def __repr__(self) -> str:
-        leaves = "leaf" if len(self.loaded) == 1 else "leaves"
-        reason = ", not asked for" if self.unchanged else ""
-        lines = [
-            f"Warm start from {_repr.shorten_start(self.source, 64)}",
-            _summary_line("loaded", self.loaded, leaves),
-            _summary_line("unused", self.unused, "of the file"),
-            _summary_line("missing", self.missing, "of the state"),
-            _summary_line("unchanged", self.unchanged, f"of the state{reason}"),
-        ]
+        lines = [f"Warm start from {_repr.shorten_start(self.source, 64)}"]
+        for name in ("loaded", "unused", "missing", "unchanged"):
+            paths = getattr(self, name)
+            line = f"  {name:<10}{len(paths):>5,}  {', '.join(paths)}".rstrip()
+            lines.append(line if len(line) <= 80 else f"{line[:77]}...")
         return "\n".join(lines)
 
 
@@ -103,8 +98,7 @@ def warm_start(
       skip: Patterns of leaves not to take even so, such as a head of another width.
       rename: Given a path in the file, returns the path in the state:
         ``rename=lambda path: f"params/{path}"``.
-      cast: True converts floating-point leaves of another dtype. A number that the new dtype cannot
-        hold is an error.
+      cast: True converts floating-point leaves of another dtype.
 
     Returns:
       WarmStart(state, loaded, unused, missing, unchanged, source).
@@ -115,7 +109,7 @@ def warm_start(
         dtype, which are named. Nothing was taken. It is a ValueError.
       CheckpointCorruptError: The file is damaged.
       ValueError: A pattern matches nothing; two paths in the file become the same; an abstract leaf
-        is not taken; `cast` would make numbers infinite.
+        is not taken.
       ImportError: A `.safetensors` file, and the library is not installed.
 
     Examples:
@@ -128,9 +122,9 @@ def warm_start(
       ...     warm = warm_start(create(2), f"{folder}/old", skip="params/head")
       >>> print(warm)
       Warm start from .../old
-        loaded        1 leaf: params/body
+        loaded        1  params/body
         unused        ...
-        missing       0 of the state
+        missing       0
         unchanged     ...
     """
     leaves = _state_leaves(state)
@@ -148,8 +142,8 @@ def warm_start(
         elif is_taken:
             requested.append(name)
 
-    def read(file: str) -> WarmStart:
-        with open_arrays(file) as arrays:
+    def read(file: str, manifest: Mapping[str, Any] | None = None) -> WarmStart:
+        with open_arrays(file, manifest) as arrays:
             names = _add_frozen(_map_paths(file, arrays.specs, rename), merged)
             known_paths = dict.fromkeys([*leaves, *merged.values()])
             _require_used_patterns(file, names, known_paths, take_patterns, skip_patterns)
@@ -183,9 +177,11 @@ def warm_start(
         )
 
     path = resolve_path(source, "source")
+    if "" in files_at(path).names(path):  # a file
+        return read(path)
     if steps(path):
         return read_newest(path, read)
-    return read_unless_replaced(path, functools.partial(read, path))
+    return read_current(path, functools.partial(read, path))
 
 
 def _state_leaves(state: PyTree) -> dict[str, Any]:
@@ -242,13 +238,6 @@ def _is_copy(leaf: Any, param: Any) -> bool:
     if not have_values or leaf.shape != param.shape or _tree.is_key(leaf):
         return False
     return bool(jnp.array_equal(leaf, _tree.device_put_like(param.astype(leaf.dtype), leaf)))
-
-
-def _summary_line(label: str, paths: Collection[str], unit: str) -> str:
-    """Returns a line that counts paths, and names those that fit into 80 columns."""
-    names = f": {', '.join(paths)}" if paths else ""
-    line = f"  {label:<10}{len(paths):>5,} {unit}{names}"
-    return line if len(line) <= 80 else f"{line[:77]}..."
 
 
 def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) -> dict[str, str]:
@@ -334,13 +323,5 @@ def _read_leaf(arrays: ArrayFile, name: str, path: str, like: Any) -> Any:
     """Reads an array as a leaf of the kind, dtype and sharding of another leaf."""
     data = arrays.read(name)
     if not _tree.is_key(like) and data.dtype != like.dtype:
-        is_finite = np.isfinite(data)
-        # An overflow is reported below, as an error instead of NumPy's warning.
-        with np.errstate(over="ignore"):
-            data = data.astype(like.dtype)
-        if not np.array_equal(is_finite, np.isfinite(data)):
-            raise ValueError(
-                f"cast: expected numbers that {like.dtype} can hold, got larger ones in {path}. "
-                "Nothing was taken. Use a wider dtype in the state."
-            )
+        data = data.astype(like.dtype)
     return _leaves.restore_leaf(path, like, lambda box=...: data[box])

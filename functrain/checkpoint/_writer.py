@@ -1,82 +1,67 @@
 """A thread for one save at a time, which loses no error."""
 
 import atexit
-import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent import futures
 
 
 class Writer:
     """Runs one task at a time in a thread. The next `wait` raises its error.
 
-    The interpreter exits only when the task has ended, so a script may end during a save.
+    The interpreter exits only when the task has ended, so a script may end during a save. A forked
+    child does not wait for the tasks of its parent, because it does not have their threads.
     """
 
     def __init__(self) -> None:
-        self._task: futures.Future[None] | None = None
         self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
     @property
     def is_busy(self) -> bool:
-        return self._task is not None and not self._task.done()
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, work: Callable[[], None]) -> None:
         """Starts a task. The previous one has been waited for."""
-        task: futures.Future[None] = futures.Future()
+        # Taken by the thread when it begins, or here if it will not.
+        begun = threading.Lock()
 
         def run() -> None:
-            if task.set_running_or_notify_cancel():
+            if begun.acquire(blocking=False):
                 try:
                     work()
-                    task.set_result(None)
                 except BaseException as error:
-                    task.set_exception(error)
+                    self._error = error
 
         # Not the thread of an executor, which would never end if Ctrl-C interrupted its start. The
         # interpreter waits at exit for threads that are not daemons.
-        thread = threading.Thread(target=run, name="functrain checkpoint", daemon=False)
-        self._task, self._thread = task, thread
+        self._thread = threading.Thread(target=run, name="functrain checkpoint", daemon=False)
         _unfinished.add(self)
         try:
-            thread.start()
+            self._thread.start()
         except BaseException:  # the system has no more threads, or Ctrl-C
-            if task.cancel():  # it has not begun, and will not
-                self._forget(task)
+            if begun.acquire(blocking=False):
+                self._thread = None
             raise
 
     def wait(self) -> None:
         """Waits for the current task, and raises its error."""
-        task = self._task
+        thread = self._thread
         # The garbage collector may close an abandoned run in the writer's thread, which must not
         # wait for itself.
-        if task is None or threading.current_thread() is self._thread:
+        if thread is None or thread is threading.current_thread():
             return
-        futures.wait([task])
-        self._forget(task)
-        task.result()
-
-    def _forget(self, task: futures.Future[None]) -> None:
-        if self._task is task:  # otherwise another thread has waited, and started the next one
-            self._task = self._thread = None
+        thread.join()
+        if self._thread is thread:  # otherwise another thread has waited, and started the next one
+            self._thread = None
             _unfinished.discard(self)
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
 
 
 _unfinished: set[Writer] = set()
-
-
-def _forget_in_child() -> None:
-    """Forgets the tasks of the parent: a forked child has no thread that would end them."""
-    for writer in _unfinished:
-        writer._task = writer._thread = None
-    _unfinished.clear()
-
-
-# Windows has no fork.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @atexit.register  # runs after the interpreter has waited for the threads

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import _checkpoint, _manifest, _writer
+from functrain.checkpoint import _checkpoint, _writer
+from functrain.checkpoint._arrays import StoredArrays
 from tests.checkpoint.storages import train
 from tests.conftest import digest
 
@@ -122,16 +123,16 @@ def test_the_error_of_a_save_is_raised_by_it_and_not_by_that_of_another_thread(
 def test_a_checkpoint_that_is_replaced_while_it_is_verified_is_not_called_damaged(
     tmp_path, monkeypatch
 ) -> None:
-    read_manifest = _manifest.read_manifest
+    read = StoredArrays.read
     with ft.Checkpointer(tmp_path) as checkpoints:
         checkpoints.save({"w": np.zeros(3)}, 1)
 
-        def read_too_late(*_: Any) -> None:
-            monkeypatch.setattr(_manifest, "read_manifest", read_manifest)
+        def read_too_late(*arguments: Any) -> Any:
+            monkeypatch.setattr(StoredArrays, "read", read)
             checkpoints.save({"w": np.ones(3)}, 1)
-            raise ft.CheckpointCorruptError("the files that were listed are gone")
+            return read(*arguments)
 
-        monkeypatch.setattr(_manifest, "read_manifest", read_too_late)
+        monkeypatch.setattr(StoredArrays, "read", read_too_late)
         assert checkpoints.verify() == {}
 
 

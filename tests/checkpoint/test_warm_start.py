@@ -187,16 +187,6 @@ def test_dtypes_are_converted_only_when_asked(old) -> None:
     assert digest(warm.state.params) == digest(create(8.0, dtype=jnp.bfloat16).params)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float8_e4m3fn])
-def test_a_number_that_a_dtype_cannot_hold_is_not_made_infinite(tmp_path, dtype) -> None:
-    ft.save(tmp_path / "c", {"w": jnp.array([1.0, 1e30]), "b": jnp.array([jnp.nan, jnp.inf])})
-    with pytest.raises(ValueError, match=f"numbers that {jnp.dtype(dtype)} can hold.*in w"):
-        ft.warm_start({"w": jnp.zeros(2, dtype)}, tmp_path / "c", cast=True)
-    warm = ft.warm_start({"b": jnp.zeros(2, jnp.bfloat16)}, tmp_path / "c", cast=True)
-    assert np.isnan(warm.state["b"][0])
-    assert np.isinf(warm.state["b"][1])
-
-
 def test_whole_numbers_and_keys_are_never_converted(tmp_path) -> None:
     ft.save(tmp_path / "c", {"n": jnp.arange(3), "key": jax.random.key(0)})
     with pytest.raises(ft.CheckpointMismatchError, match=r"int32\[3\], the state float32\[3\]"):
@@ -318,9 +308,9 @@ def test_the_report_is_a_table_of_a_few_lines(old) -> None:
     lines = repr(warm).splitlines()
     assert len(lines) == 5
     assert max(map(len, lines)) <= 80
-    assert lines[1].startswith("  loaded        3 leaves: params/encoder/layer_0/kernel, params/")
-    assert lines[2].startswith("  unused       13 of the file: step, params/head/bias, ")
-    assert lines[3] == "  missing       0 of the state"
+    assert lines[1].startswith("  loaded        3  params/encoder/layer_0/kernel, params/")
+    assert lines[2].startswith("  unused       13  step, params/head/bias, ")
+    assert lines[3] == "  missing       0"
 
 
 def test_a_checkpoint_without_leaves_is_refused_as_one_that_has_nothing_to_take(tmp_path) -> None:
@@ -337,10 +327,10 @@ def test_a_checkpoint_that_is_replaced_or_removed_while_it_is_read_is_not_called
     with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
         checkpoints.save({"x": np.zeros(3)}, 1)
 
-        def open_too_late(file):
+        def open_too_late(*arguments):
             monkeypatch.setattr(_warm_start, "open_arrays", open_arrays)
             checkpoints.save({"x": np.ones(3)}, step)
-            raise ft.CheckpointCorruptError("the files that were listed are gone")
+            return open_arrays(*arguments)
 
         monkeypatch.setattr(_warm_start, "open_arrays", open_too_late)
         warm = ft.warm_start({"x": np.zeros(3)}, tmp_path)

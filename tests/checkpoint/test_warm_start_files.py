@@ -95,7 +95,7 @@ def test_a_pickle_is_never_opened_under_any_name(tmp_path, monkeypatch, suffix, 
         ("text.safetensors", ft.CheckpointCorruptError, "intact .safetensors file"),
         ("text.h5", ft.CheckpointCorruptError, "intact .h5 file"),
         ("text.keras", ft.CheckpointCorruptError, "intact .keras file"),
-        ("empty.keras", ft.CheckpointMismatchError, r"an archive with model\.weights\.h5"),
+        ("empty.keras", ft.CheckpointCorruptError, r"as Keras 3 saves it.*model\.weights\.h5"),
     ],
 )
 def test_what_is_no_such_file_is_called_by_its_name(tmp_path, name, error, message) -> None:
@@ -145,17 +145,6 @@ def test_a_flipped_bit_in_the_weights_of_an_archive_is_found(tmp_path) -> None:
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 16]) + whole[at + 1 :])
         with pytest.raises(ft.CheckpointCorruptError, match=r"model\.keras: .*CRC"):
             ft.warm_start({"layers": {"dense": {"vars": [jnp.zeros((2, 3))]}}}, path)
-
-
-def test_an_archive_that_unpacks_to_a_thousand_times_its_size_is_refused(tmp_path) -> None:
-    with (
-        zipfile.ZipFile(tmp_path / "bomb.keras", "w", zipfile.ZIP_DEFLATED) as archive,
-        archive.open("model.weights.h5", "w") as file,
-    ):
-        for _ in range(300):
-            file.write(bytes(2**20))
-    with pytest.raises(ft.CheckpointMismatchError, match="bytes that stand for 314572800"):
-        ft.warm_start({"x": jnp.ones(2)}, tmp_path / "bomb.keras")
 
 
 def test_hdf5_links_and_datasets_that_lead_out_of_the_file_are_not_followed(tmp_path) -> None:
