@@ -72,7 +72,7 @@ def create(model, tx=TX):
 
 
 def dots(jaxpr) -> int:
-    """How many matrix products a program runs through."""
+    """How many matrix products a program runs through, those of an inner one once."""
     inner = [p for eqn in jaxpr.eqns for p in jax.tree.leaves(list(eqn.params.values()))]
     inner = [getattr(p, "jaxpr", p) for p in inner if hasattr(getattr(p, "jaxpr", p), "eqns")]
     return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(map(dots, inner))

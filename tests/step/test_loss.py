@@ -1,4 +1,3 @@
-import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -21,15 +20,10 @@ def value(loss_fn, *batch):
     return loss_fn({}, {}, batch, rng=None, training=True)[0]
 
 
-def test_the_mean_equals_keras() -> None:
+def test_the_mean_and_sample_weights_reduce_as_in_keras() -> None:
     loss_fn = supervised(MODEL, optax.softmax_cross_entropy_with_integer_labels)
     theirs = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     np.testing.assert_allclose(value(loss_fn, LOGITS, LABELS), theirs(LABELS, LOGITS), rtol=1e-6)
-
-
-def test_sample_weights_reduce_as_in_keras() -> None:
-    loss_fn = supervised(MODEL, optax.softmax_cross_entropy_with_integer_labels)
-    theirs = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     expected = theirs(LABELS, LOGITS, sample_weight=WEIGHT)
     np.testing.assert_allclose(value(loss_fn, LOGITS, LABELS, WEIGHT), expected, rtol=1e-6)
     column = WEIGHT[:, None]
@@ -88,19 +82,6 @@ def test_a_batch_that_is_no_pair_or_triple_is_refused(batch) -> None:
     loss_fn = supervised(MODEL, optax.squared_error)
     with pytest.raises(ValueError, match=r"batch: expected \(x, y\) or \(x, y, sample_weight\)"):
         loss_fn({}, {}, batch, rng=None, training=True)
-
-
-def test_the_key_and_the_flag_reach_the_model() -> None:
-    seen = {}
-
-    def apply(params, model_state, x, *, rng=None, training=False):
-        seen.update(rng=rng, training=training)
-        return ModelOutput(x, model_state)
-
-    key = jax.random.key(3)
-    loss_fn = supervised(Model(MODEL.init, apply), optax.squared_error)
-    loss_fn({}, {}, (jnp.ones(2), jnp.ones(2)), rng=key, training=True)
-    assert seen == {"rng": key, "training": True}
 
 
 @pytest.mark.parametrize(("outputs", "y"), [((8, 1), (8,)), ((8,), (8, 1)), ((6, 6, 1), (6, 6))])

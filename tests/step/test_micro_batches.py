@@ -11,6 +11,7 @@ import pytest
 import functrain as ft
 
 from ..conftest import digest
+from ..model.test_combinators import dots
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(10, 6)).astype(np.float32)
@@ -92,13 +93,6 @@ def test_one_micro_batch_is_the_loss_itself_to_the_bit() -> None:
     assert len(set(jaxprs)) == 1
 
 
-def dots(jaxpr) -> int:
-    """How many matrix products a program runs through, those of an inner one once."""
-    inner = [p for eqn in jaxpr.eqns for p in jax.tree.leaves(list(eqn.params.values()))]
-    inner = [getattr(p, "jaxpr", p) for p in inner if hasattr(getattr(p, "jaxpr", p), "eqns")]
-    return sum(e.primitive.name == "dot_general" for e in jaxpr.eqns) + sum(map(dots, inner))
-
-
 def test_no_forward_pass_is_run_twice() -> None:
     def program(loss_fn, n):
         def grads(params):
@@ -169,13 +163,8 @@ def test_it_trains_evaluates_and_does_not_depend_on_k() -> None:
         params=params, model_state=model_state, tx=tx, rng=jax.random.key(1)
     )
     data = ft.ArrayLoader((X, Y), 5)
-    runs = [
-        ft.fit(
-            state, step, data, epochs=3, fuse=k, eval_data=data, eval_step=ft.eval_step(loss_fn),
-            verbose=0,
-        )
-        for k in (1, 4)
-    ]  # fmt: skip
+    how = {"epochs": 3, "eval_data": data, "eval_step": ft.eval_step(loss_fn), "verbose": 0}
+    runs = [ft.fit(state, step, data, fuse=k, **how) for k in (1, 4)]
     assert digest(runs[0].state) == digest(runs[1].state)
     found = ft.evaluate(runs[0].state, ft.eval_step(ft.supervised(model, LOSS)), data)
     assert runs[0].history.epochs["val_loss"][-1] == pytest.approx(found["loss"], rel=1e-5)

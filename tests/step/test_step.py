@@ -53,23 +53,6 @@ def test_a_step_equals_jax_and_optax_by_hand() -> None:
     assert int(state.step) == 3
 
 
-def test_the_key_of_the_state_never_changes_and_every_step_has_its_own() -> None:
-    seen = []
-
-    def watching(params, model_state, batch, *, rng, training):
-        seen.append(jax.random.key_data(rng))
-        return jnp.sum(params["w"] ** 2), ft.Aux(model_state)
-
-    tx = optax.sgd(0.1)
-    state = make_state(tx, jax.random.key(1))
-    for _ in range(2):
-        state, _ = ft.train_step(watching, tx)(state, None)
-    np.testing.assert_array_equal(
-        jax.random.key_data(state.rng), jax.random.key_data(jax.random.key(1))
-    )
-    assert not np.array_equal(seen[0], seen[1])
-
-
 def by_sam(opaque):
     adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.05))
     return optax.contrib.sam(optax.sgd(0.1, momentum=0.9), adversary, 2, opaque_mode=opaque)

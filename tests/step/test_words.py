@@ -39,15 +39,6 @@ def test_a_log_named_like_a_metric_or_the_loss_is_refused(logs, metrics) -> None
         ft.fit(start(), step, LOADER, verbose=0)
 
 
-def test_a_log_of_the_rate_is_refused_where_the_step_logs_it() -> None:
-    schedule = optax.constant_schedule(0.1)
-    twice = ft.train_step(logging(learning_rate=1.0), TX, learning_rate=schedule)
-    with pytest.raises(ValueError, match=r"logs: expected names other .*got \['learning_rate'\]"):
-        jax.eval_shape(twice, start(), (X, X))
-    once = ft.train_step(logging(learning_rate=0.5), TX)
-    assert once(start(), (X, X))[1]["learning_rate"] == 0.5
-
-
 def test_a_metric_whose_value_is_no_scalar_is_refused_before_the_first_step() -> None:
     counts = ft.metrics.Metric(lambda: jnp.zeros(3), lambda m, batch, aux, loss: m + 1, lambda m: m)
     step = ft.train_step(logging(), TX, metrics={"counts": counts})
@@ -84,16 +75,6 @@ def test_an_optimizer_whose_init_cannot_be_traced_is_taken_as_it_is() -> None:
 
     tx = optax.GradientTransformation(init, lambda grads, state, params=None: (grads, state))
     assert jax.jit(ft.train_step(logging(), tx))(start(tx), (X, X))[0].step == 1
-
-
-def test_a_loader_of_inputs_alone_is_refused_with_its_shape() -> None:
-    model = ft.Model(
-        init=lambda key, x: ({}, {}),
-        apply=lambda p, s, x, *, rng=None, training=False: ft.ModelOutput(x * p["b"], s),
-    )
-    step = ft.train_step(ft.supervised(model, optax.squared_error), TX)
-    with pytest.raises(ValueError, match=r"got float32\[4, 3\]\. Pass ArrayLoader\(\(x, y"):
-        ft.fit(start(), step, ft.ArrayLoader(X, 4), verbose=0)
 
 
 @pytest.mark.parametrize(

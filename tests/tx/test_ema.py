@@ -51,11 +51,6 @@ def test_the_average_is_that_of_its_formula_in_float64(dtype, debias) -> None:
     np.testing.assert_array_equal(found, ema.astype(dtype))
 
 
-def test_training_is_the_same_with_it_and_without() -> None:
-    with_it, _ = walked(optax.chain(optax.adam(0.1), ft.tx.ema(0.9)))
-    assert digest(with_it.params) == digest(walked(optax.adam(0.1))[0].params)
-
-
 def test_the_average_starts_from_params_that_were_replaced_before_the_first_step() -> None:
     tx = optax.chain(optax.sgd(0.05), ft.tx.ema(0.9))
     begin = ft.TrainState.create(params=jax.tree.map(jnp.zeros_like, BEGIN), tx=tx)

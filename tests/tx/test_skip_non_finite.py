@@ -128,13 +128,6 @@ def test_metrics_and_means_are_those_of_a_run_without_the_skipped_batches(guard)
     assert nothing.epochs["skipped"] == 12
 
 
-def test_a_key_that_the_optimizer_holds_stays_as_well() -> None:
-    tx = ft.tx.skip_non_finite(optax.chain(optax.add_noise(0.01, 0.5, jax.random.key(3))))
-    state = ft.TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)
-    new = state.apply_gradients({"w": jnp.array([1.0, jnp.inf])}, tx)
-    assert digest(new.opt_state.inner) == digest(state.opt_state.inner)
-
-
 def test_skipping_does_not_depend_on_k() -> None:
     tx = ft.tx.skip_non_finite(TX)
     step = ft.train_step(LOSS_FN, tx)
@@ -174,13 +167,3 @@ def test_a_network_among_several_is_skipped_alone() -> None:
 def test_a_guard_around_a_part_of_the_optimizer_is_refused(tx) -> None:
     with pytest.raises(ValueError, match=r"around the whole optimizer, got 'one inside of another"):
         ft.train_step(LOSS_FN, tx)(begin(tx), (X[0], Y[0]))
-
-
-def test_names_that_the_guard_logs_are_refused_in_the_loss() -> None:
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return params["w"] ** 2, ft.Aux(model_state, logs={"skipped": 1.0})
-
-    tx = ft.tx.skip_non_finite(optax.sgd(0.1))
-    state = ft.TrainState.create(params={"w": 1.0}, tx=tx)
-    with pytest.raises(ValueError, match=r"those of the optimizer, got \['skipped'\]"):
-        ft.train_step(loss_fn, tx)(state, None)
