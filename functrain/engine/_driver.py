@@ -9,28 +9,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from functrain import rewrites as _rewrites
 from functrain.common import _tree
-from functrain.common._platform import current_platform, platform_of
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk, batch_signature
-from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_carry, require_pair, strong
+from functrain.engine._placement import sharding_of_scalars
 from functrain.engine._processes import require_same_program
 from functrain.engine._programs import (
     TRAINING,
     Kind,
-    LoopOptions,
     Program,
     count_on,
-    prefers_static_length,
+    loop_options,
     program,
 )
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit_without_arithmetic
 from functrain.step._notes import error_notes
-from functrain.targets._chips import on_chip_bytes
 
 # How many programs may be in flight before the driver waits for the oldest: enough to keep a
 # device busy, few enough to bound memory and the time an interrupt takes.
@@ -65,7 +61,6 @@ class Driver:
 
     Attributes:
       carry: The carry that the last program returned. Its arrays may not be ready yet.
-      platform: The platform that the programs are compiled for, once `begin` was called.
       done: An array that is ready when the last program has run.
     """
 
@@ -76,15 +71,13 @@ class Driver:
     put_chunk: Callable[[PyTree], PyTree] | None = None
 
     def __post_init__(self) -> None:
-        # Raises for a mode that does not exist, before anything is computed.
-        _rewrites.resolve_mode(self.rewrites)
-        self.platform = current_platform()
+        # Raises for a mode of rewrites that does not exist, before anything is computed.
+        self._options = loop_options((), rewrites=self.rewrites)
         self._programs: dict[tuple[int, bool], Program] = {}
         # Programs, and shapes of batches, that were compared with those of the other processes.
         self._compared_programs: list[tuple[Program, Any]] = []
         self._const: tuple[PyTree, ...] = ()
         self._in_flight: collections.deque[PyTree] = collections.deque()
-        self._pins: _placement.Pins | None = None
         self._scalars: jax.sharding.Sharding | None = None
         self.carry: PyTree = ()
         self.done: PyTree = ()
@@ -93,10 +86,10 @@ class Driver:
         """Takes over a carry that nothing else refers to; leaves the constants alone."""
         self.carry, self._const = carry, const
         # Programs are compiled for the shardings of the carry.
-        pins, platform = _placement.read_pins(carry), platform_of((carry, const))
-        self._scalars = _placement.sharding_of_scalars((carry, const))
-        if (pins, platform) != (self._pins, self.platform):
-            self._pins, self.platform, self._programs = pins, platform, {}
+        options = loop_options(carry, *const, rewrites=self.rewrites)
+        self._scalars = sharding_of_scalars((carry, const))
+        if options != self._options:
+            self._options, self._programs = options, {}
 
     def run(self, chunk: Chunk) -> PyTree:
         """Takes the steps of a chunk and returns their rows, `[k, ...]`.
@@ -146,18 +139,10 @@ class Driver:
         return not any(map(_tree.is_deleted, jax.tree.leaves(self.carry)))
 
     def _program(self, k: int, is_full: bool) -> Program:
-        takes_all = is_full and prefers_static_length(self.platform)
-        if (k, takes_all) not in self._programs:
-            loop = LoopOptions(
-                k,
-                _rewrites.resolve_mode(self.rewrites, self.platform),
-                self.platform,
-                takes_all=takes_all,
-                pins=self._pins,
-                on_chip_bytes=on_chip_bytes(self.carry) if self.platform == "tpu" else 0,
-            )
-            self._programs[k, takes_all] = program(self.step, self.kind, loop)
-        return self._programs[k, takes_all]
+        if (k, is_full) not in self._programs:
+            options = self._options.with_steps(k, is_full=is_full)
+            self._programs[k, is_full] = program(self.step, self.kind, options)
+        return self._programs[k, is_full]
 
     def _run_uncompiled(self, chunk: Chunk) -> PyTree:
         body, rows, carry = self.kind.body(self.step), [], self.carry

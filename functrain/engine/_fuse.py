@@ -8,20 +8,13 @@ from jax.extend.backend import backends
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
 from functrain.common._checks import is_integer, require_integer
-from functrain.common._platform import current_platform, platform_of
+from functrain.common._platform import current_platform
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
-from functrain.engine._placement import Pins, read_pins, sharding_of_scalars
-from functrain.engine._programs import (
-    TRAINING,
-    LoopOptions,
-    count_on,
-    prefers_static_length,
-    program,
-)
+from functrain.engine._placement import sharding_of_scalars
+from functrain.engine._programs import TRAINING, LoopOptions, count_on, loop_options, program
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
-from functrain.targets._chips import on_chip_bytes
 
 
 def fuse(
@@ -103,6 +96,7 @@ class Fused(Generic[StateT]):
         self.step = step
         self.k = k
         self._unroll, self._donate, self._rewrites = unroll, donate, rewrites
+        self._options: dict[str | None, LoopOptions] = {}  # by platform, where it has one device
 
     def __repr__(self) -> str:
         """Shows the step's name and K."""
@@ -113,14 +107,12 @@ class Fused(Generic[StateT]):
     ) -> tuple[StateT, PyTree]:
         """Takes K steps, or the first `steps` of them; see `fuse`."""
         n = self.k if steps is None else steps
-        has_mesh = jax.device_count() > 1
-        # Where all arrays are on devices of one kind, no leaf has to be looked at.
-        platform = current_platform() if len(backends()) == 1 else platform_of(state)
-        compiled = self._program(state, n, platform, read_pins(state) if has_mesh else None)
-        require_integers_fit(state, "state")
-        require_integers_fit(chunk, "chunk")
+        # Where all arrays are on one device, no leaf has to be looked at.
+        has_choice = jax.device_count() > 1 or len(backends()) > 1
+        compiled = self._program(state, n, None if has_choice else current_platform())
+        require_integers_fit(_Arguments(state, chunk), "fuse")
         scalars: jax.sharding.Sharding | None = None
-        if has_mesh:
+        if jax.device_count() > 1:
             scalars = sharding_of_scalars(state)
             if self._donate:
                 # On several devices jax does not raise for a buffer that is donated twice: it ends
@@ -141,36 +133,35 @@ class Fused(Generic[StateT]):
     def lower(self, state: StateT, chunk: PyTree, steps: Any = None) -> jax.stages.Lowered:
         """Lowers the program, as `jax.jit(...).lower` does."""
         n = self.k if steps is None else steps
-        compiled = self._program(state, n, platform_of(state), read_pins(state))
-        lowered: jax.stages.Lowered = compiled.lower(state, chunk, n)
+        lowered: jax.stages.Lowered = self._program(state, n).lower(state, chunk, n)
         return lowered
 
     def trace(self, state: StateT, chunk: PyTree, steps: Any = None) -> jax.stages.Traced:
         """Traces the program, as `jax.jit(...).trace` does."""
         n = self.k if steps is None else steps
-        compiled = self._program(state, n, platform_of(state), read_pins(state))
-        traced: jax.stages.Traced = compiled.trace(state, chunk, n)
+        traced: jax.stages.Traced = self._program(state, n).trace(state, chunk, n)
         return traced
 
-    def _program(self, state: PyTree, steps: Any, platform: str, pins: Pins | None) -> Any:
-        """Returns the program for the devices of a state, and for all K steps or any number."""
+    def _program(self, state: PyTree, steps: Any, platform: str | None = None) -> Any:
+        """Returns the program for the devices of a state, and for all K steps or any number.
+
+        Args:
+          state: The state, or its shapes.
+          steps: The number of steps.
+          platform: That of the state if it is known, and there is one device.
+        """
         is_number = is_integer(steps, 1) or not hasattr(steps, "dtype")
         if is_number and not (is_integer(steps, 1) and steps <= self.k):
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {steps!r}")
         # A tracer or a shape may stand for any number.
         is_full = is_number and steps == self.k
-        loop = LoopOptions(
-            self.k,
-            _rewrites.resolve_mode(self._rewrites, platform),
-            platform,
-            # A loop of unknown length cannot be unrolled.
-            takes_all=is_full and (self._unroll > 1 or prefers_static_length(platform)),
-            unroll=self._unroll if is_full else 1,
-            donate=self._donate,
-            pins=pins,
-            on_chip_bytes=on_chip_bytes(state) if platform == "tpu" else 0,
-        )
-        return program(self.step, TRAINING, loop)
+        options = self._options.get(platform)
+        if options is None:
+            options = loop_options(state, rewrites=self._rewrites, donate=self._donate)
+            if platform is not None:
+                self._options[platform] = options
+        options = options.with_steps(self.k, is_full=is_full, unroll=self._unroll)
+        return program(self.step, TRAINING, options)
 
 
 class _Arguments(NamedTuple):

@@ -1,5 +1,6 @@
 """Compiled programs: a body repeated over a chunk, cached for as long as the step lives."""
 
+import dataclasses
 import functools
 import types
 import weakref
@@ -11,14 +12,15 @@ import numpy as np
 
 from functrain import rewrites as _rewrites
 from functrain.common import _tree
-from functrain.common._platform import compiling_for
+from functrain.common._platform import compiling_for, platform_of
 from functrain.common._types import PyTree, traits_of
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_logs, check_stacked, repeat
-from functrain.engine._placement import Pins, pin_carry
+from functrain.engine._placement import Pins, pin_carry, read_pins
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit
 from functrain.step._notes import error_notes
+from functrain.targets._chips import on_chip_bytes
 
 Program: TypeAlias = Callable[..., Any]
 
@@ -40,7 +42,7 @@ TRAINING = Kind("train", check_logs)
 
 
 class LoopOptions(NamedTuple):
-    """The options of a program; part of its cache key, so hashable.
+    """The options of a program; part of its cache key, so hashable. `loop_options` makes them.
 
     Attributes:
       k: Batches in a chunk.
@@ -61,6 +63,29 @@ class LoopOptions(NamedTuple):
     donate: bool = True
     pins: Pins | None = None
     on_chip_bytes: int = 0
+
+    def with_steps(self, k: int, *, is_full: bool, unroll: int = 1) -> "LoopOptions":
+        """Returns the options of a program of K steps, all of which it takes if `is_full`."""
+        # Off CPU, in each round of a loop of unknown length the host has to wait for the condition.
+        # On CPU the compiler must not know the length, so that results do not depend on K. A loop
+        # of unknown length cannot be unrolled.
+        takes_all = is_full and (unroll > 1 or self.platform != "cpu")
+        return self._replace(k=k, takes_all=takes_all, unroll=unroll if is_full else 1)
+
+
+def loop_options(
+    carry: PyTree, *const: PyTree, rewrites: Mode = "auto", donate: bool = True
+) -> LoopOptions:
+    """Returns the options of programs of one step on the devices of a carry and constants."""
+    platform = platform_of((carry, const))
+    return LoopOptions(
+        1,
+        _rewrites.resolve_mode(rewrites, platform),
+        platform,
+        donate=donate,
+        pins=read_pins(carry),
+        on_chip_bytes=on_chip_bytes(carry) if platform == "tpu" else 0,
+    )
 
 
 def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
@@ -91,15 +116,6 @@ def count_on(sharding: jax.sharding.Sharding | None, n: int) -> jax.Array:
     return count
 
 
-def prefers_static_length(platform: str) -> bool:
-    """Returns True if loops of known length suit the platform better.
-
-    Off CPU, in each round of a loop of unknown length the host has to wait for the condition. On
-    CPU the compiler must not know the length, so that results do not depend on K.
-    """
-    return platform != "cpu"
-
-
 def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Program:
     def run(
         carry: PyTree, chunk: PyTree, n: jax.Array, *const: PyTree
@@ -120,9 +136,9 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
 
         # Only training changes a state; and one that is divided is on several chips.
         is_whole = kind is TRAINING and loop.pins is None
-        on_chip_bytes = loop.on_chip_bytes if is_whole else 0
+        chip_bytes = loop.on_chip_bytes if is_whole else 0
         with tracing_guards(), compiling_for(loop.platform):
-            carry, rows = traits_of(step).run_chunk(run_chunk, carry, chunk, n, on_chip_bytes)
+            carry, rows = traits_of(step).run_chunk(run_chunk, carry, chunk, n, chip_bytes)
         # The driver needs a result to wait for that the next program does not consume. It costs a
         # kernel. The outputs of a prediction would do, but are large.
         needs_number = kind is not TRAINING or not jax.tree.leaves(rows)
@@ -137,6 +153,7 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
     return compiled
 
 
+@dataclasses.dataclass(eq=False)
 class _Entry:
     """The programs of a step.
 
@@ -146,10 +163,15 @@ class _Entry:
       attributes: The attributes of the object when it was last traced.
     """
 
-    def __init__(self, owner: Any) -> None:
-        self.owner = weakref.ref(owner)
-        self.programs: dict[Hashable, Program] = {}
+    owner: Callable[[], Any]
+    programs: dict[Hashable, Program]
+    attributes: dict[str, Any]
+
+    def get_owner(self) -> Any:
+        """Returns the object, whose attributes tracing may change: a counter, for example."""
+        owner = self.owner()
         self.attributes = _attributes(owner)
+        return owner
 
 
 # By the id of the step. Never by a strong reference: a step closes over models and optimizers,
@@ -172,41 +194,27 @@ def cached_program(
         step only through that function: a strong reference would keep the step alive.
     """
     owner, key, get_step = _owner_of_step(step, key)
-    entry = _entries.get(id(owner))
-    # An id is used again once its object is gone, so the reference has to agree.
-    if entry is None or entry.owner() is not owner:
+    entry = _entry_of(owner)
+    attributes = _attributes(owner)
+    if entry is None:
         try:
-            entry = _Entry(owner)
+            entry = _entries[id(owner)] = _Entry(weakref.ref(owner), {}, attributes)
         except TypeError:
             # Objects with __slots__, among others, take no weak references: nothing is cached.
             return build(lambda: step)
         weakref.finalize(owner, _entries.pop, id(owner), None)
-        _entries[id(owner)] = entry
-    if _attributes(owner) != entry.attributes:
-        entry.programs, entry.attributes = {}, _attributes(owner)
+    if attributes != entry.attributes:
+        entry.programs, entry.attributes = {}, attributes
     if key not in entry.programs:
-        entry.programs[key] = build(lambda: get_step(_traced(entry)))
+        entry.programs[key] = build(lambda: get_step(entry.get_owner()))
     return entry.programs[key]
 
 
-def _traced(entry: _Entry) -> Any:
-    """Returns the owner of programs, whose attributes tracing may have changed."""
-    owner = entry.owner()
-    entry.attributes = _attributes(owner)
-    return owner
-
-
-class _SameArray:
-    """Equal to that of the same array object, which it does not keep alive."""
-
-    def __init__(self, array: Any) -> None:
-        self._array = weakref.ref(array)
-
-    def __eq__(self, other: object) -> bool:
-        array = self._array()
-        return isinstance(other, _SameArray) and array is not None and array is other._array()
-
-    __hash__ = None  # type: ignore[assignment]
+def _entry_of(owner: Any) -> _Entry | None:
+    """Returns the entry of an object; None if nothing was traced for it."""
+    entry = _entries.get(id(owner))
+    # An id is used again once its object is gone, so the reference has to agree.
+    return entry if entry is not None and entry.owner() is owner else None
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -222,7 +230,9 @@ def _attributes(owner: Any) -> dict[str, Any]:
             # As text, in which a NaN is equal to itself and True is not 1.
             constants[name] = repr(value)
         elif isinstance(value, np.ndarray | jax.Array):
-            constants[name] = _SameArray(value)
+            # By its identity. The array is kept, as its programs keep it, so that no other one gets
+            # its id meanwhile.
+            constants[name] = id(value), value
     return constants
 
 
@@ -234,8 +244,8 @@ def compute_metrics(step: Any, metrics: PyTree) -> Any:
 def has_programs(step: Any) -> bool:
     """Returns True if a step has run before, so that it was checked."""
     owner, _, _ = _owner_of_step(step, ())
-    entry = _entries.get(id(owner))
-    return entry is not None and entry.owner() is owner and bool(entry.programs)
+    entry = _entry_of(owner)
+    return entry is not None and bool(entry.programs)
 
 
 def initial_metrics(step: Any, state: PyTree) -> PyTree:

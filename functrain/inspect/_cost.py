@@ -15,7 +15,6 @@ from functrain.common._table import sheet
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.engine._guards import tracing_guards
-from functrain.engine._programs import prefers_static_length
 from functrain.inspect._fit_program import lower_fit
 from functrain.rewrites import Mode
 from functrain.rewrites._equations import avals, walk_equations
@@ -204,7 +203,7 @@ def cost(
     )
     text = program.lowered.compile().as_text() or ""
     # In a loop of unknown length, which a CPU has, every instruction was counted once.
-    steps = program.k if prefers_static_length(platform_of(program.carry)) else 1
+    steps = 1 if platform_of(program.carry) == "cpu" else program.k
     layers, moved = _layers(text, program.chip, steps)
     flops = product_flops(trace_step(step, program.carry, _tree.shapes(batch)))
     shardings = [x.sharding for x in jax.tree.leaves(program.carry) if x.sharding is not None]

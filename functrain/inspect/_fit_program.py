@@ -6,7 +6,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from functrain import rewrites as _rewrites
 from functrain.common import _tree
 from functrain.common._checks import require, require_integer
 from functrain.common._platform import platform_of
@@ -14,12 +13,7 @@ from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.engine import _placement
 from functrain.engine._plan import auto_steps, nbytes
-from functrain.engine._programs import (
-    TRAINING,
-    LoopOptions,
-    prefers_static_length,
-    program,
-)
+from functrain.engine._programs import TRAINING, loop_options, program
 from functrain.metrics._metric import Metered
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -72,14 +66,7 @@ def lower_fit(
     accelerator = None if platform == "cpu" else known_chip(device.device_kind) or chip
     k = fuse or auto_steps(nbytes(batch), nbytes(state), chip=accelerator)
     chunk = _placement.chunk_shapes(batch, k, mesh_sharding)
-    options = LoopOptions(
-        k,
-        _rewrites.resolve_mode(rewrites, platform),
-        platform,
-        takes_all=prefers_static_length(platform),
-        pins=_placement.read_pins(carry),
-        on_chip_bytes=accelerator.on_chip_bytes if accelerator else 0,
-    )
+    options = loop_options(carry, rewrites=rewrites).with_steps(k, is_full=True)
     run: Any = program(step, TRAINING, options)
     return FitProgram(k, carry, chunk, run.lower(carry, chunk, np.int32(k)), chip)
 

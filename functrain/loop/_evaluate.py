@@ -146,7 +146,7 @@ class Evaluation:
         plan = Plan(
             self.arguments.fuse,
             intervals=lambda batch: [batches.full_steps],
-            chip=None if driver.platform == "cpu" else accelerator_of(state),
+            chip=accelerator_of(state),
         )
         steps = 0
         for chunk in chunks(batches, plan):

@@ -11,7 +11,6 @@ import jax
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
 from functrain.common._checks import require
-from functrain.common._platform import platform_of
 from functrain.common._types import PyTree, Step
 from functrain.distributed._stopping import new_stop_agreement
 from functrain.engine import _placement
@@ -293,5 +292,5 @@ def _plan(carry: PyTree, arguments: RunArguments) -> Plan:
         arguments.fuse,
         state_bytes=nbytes(carry),
         intervals=lambda batch: [batches.full_steps, longest_interval(triggers)],
-        chip=None if platform_of(carry) == "cpu" else accelerator_of(carry),
+        chip=accelerator_of(carry),
     )
