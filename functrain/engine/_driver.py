@@ -13,7 +13,7 @@ from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk, batch_signature
 from functrain.engine._guards import tracing_guards
-from functrain.engine._loop import check_carry, require_pair, strong
+from functrain.engine._loop import check_carry, strong
 from functrain.engine._placement import sharding_of_scalars
 from functrain.engine._processes import require_same_program
 from functrain.engine._programs import (
@@ -149,7 +149,7 @@ class Driver:
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
             with error_notes(batch), _uncompiled(self.step):
-                new_carry, row = require_pair(body(carry, batch, *self._const))
+                new_carry, row = body(carry, batch, *self._const)
             check_carry(carry, new_carry)
             carry = strong(new_carry)
             rows.append(row)

@@ -49,13 +49,7 @@ def repeat(
     """
     first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
     # One trace serves the checks, the shapes of the rows and the loop.
-    run_weak, returned = _stage(body, carry, first)
-    new_carry, outputs = require_pair(returned)
-    promoted = _promote_weak(carry, new_carry)
-    if promoted is not carry:
-        carry = promoted
-        run_weak, returned = _stage(body, carry, first)
-        new_carry, outputs = require_pair(returned)
+    run_weak, (new_carry, outputs) = _stage(body, carry, first)
     check_carry(carry, new_carry)
     carry = strong(carry)
 
@@ -111,12 +105,8 @@ def _zero_rows(y: Any, k: int) -> jax.Array:
     return resharded
 
 
-def require_pair(returned: Any) -> tuple[PyTree, PyTree]:
-    """Returns the two parts of what a step returned.
-
-    Raises:
-      TypeError: It is not (state, logs).
-    """
+def _require_pair(returned: Any) -> tuple[PyTree, PyTree]:
+    """Returns the two parts of what a step returned; raises TypeError for anything else."""
     # The exact types: a state that is a NamedTuple of two fields is not a pair.
     is_sequence = type(returned) in (tuple, list)
     if is_sequence and len(returned) == 2:
@@ -127,18 +117,16 @@ def require_pair(returned: Any) -> tuple[PyTree, PyTree]:
     )
 
 
-def check_logs(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a step that raises an error for logs that could not be reported.
+def check_results(step: Callable[..., Any]) -> Callable[..., tuple[PyTree, PyTree]]:
+    """Returns a step that raises an error for results other than a state and logs.
 
     Raises:
-      TypeError: A log is a string, which jax cannot return.
+      TypeError: They are not a pair, or a log is a string, which jax cannot return.
       ValueError: Two logs have the same path, by which a history would name both.
     """
 
-    def checked(*args: PyTree) -> Any:
-        returned = step(*args)
-        # `require_pair` raises for anything else, later.
-        logs = returned[1] if type(returned) in (tuple, list) and len(returned) == 2 else ()
+    def checked(*args: PyTree) -> tuple[PyTree, PyTree]:
+        state, logs = _require_pair(step(*args))
         paths: set[str] = set()
         for path, leaf in _tree.leaves_with_path(logs):
             advice = "Rename one: nested dicts are reported under their paths."
@@ -149,7 +137,7 @@ def check_logs(step: Callable[..., Any]) -> Callable[..., Any]:
                     f"logs: expected arrays and numbers, got the string {leaf!r} at {path}. A hook "
                     "can log strings: event.samples[name] = text."
                 )
-        return returned
+        return state, logs
 
     return checked
 
@@ -176,21 +164,6 @@ def strong(tree: PyTree) -> PyTree:
         return lax.convert_element_type(x, kind.dtype) if kind.weak_type else x
 
     return jax.tree.map(to_strong, tree)
-
-
-def _promote_weak(carry: PyTree, new_carry: PyTree) -> PyTree:
-    """Returns a carry with the dtypes of the new one where it is weakly typed, as `lax.scan` does.
-
-    The same object is returned if there are none.
-    """
-    if _tree.structure(carry) != _tree.structure(new_carry):
-        return carry
-    olds, news = map(jax.tree.leaves, (carry, new_carry))
-    is_promoted = False
-    for i, (old, new) in enumerate(zip(olds, news, strict=True)):
-        if jax.typeof(old).weak_type and old.dtype != new.dtype:
-            olds[i], is_promoted = lax.convert_element_type(old, new.dtype), True
-    return jax.tree.unflatten(_tree.structure(carry), olds) if is_promoted else carry
 
 
 def check_carry(old: PyTree, new: PyTree) -> None:

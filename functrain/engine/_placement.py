@@ -263,16 +263,14 @@ def read_pins(carry: PyTree) -> Pins | None:
     return Pins(structure, tuple(shardings)) if any(shardings) else None
 
 
-def pin_carry(returned: Any, pins: Pins | None) -> Any:
-    """Constrains the carry of ``(carry, rows)`` to the pinned shardings, inside a program."""
-    if pins is None or not isinstance(returned, tuple | list) or len(returned) != 2:
-        return returned
-    carry, rows = returned
+def pin_carry(carry: PyTree, pins: Pins | None) -> PyTree:
+    """Constrains a carry to the pinned shardings, inside a program."""
     # A carry of another structure is an error that `check_carry` raises, leaf by leaf.
-    if _tree.structure(carry) != pins.structure:
-        return returned
-    pinned = map(_constrain, jax.tree.leaves(carry), pins.shardings)
-    return jax.tree.unflatten(pins.structure, pinned), rows
+    if pins is None or _tree.structure(carry) != pins.structure:
+        return carry
+    return jax.tree.unflatten(
+        pins.structure, map(_constrain, jax.tree.leaves(carry), pins.shardings)
+    )
 
 
 def _constrain(x: Any, sharding: NamedSharding | None) -> Any:

@@ -2,25 +2,17 @@
 
 from typing import Any, NamedTuple, Self
 
+from functrain.common import _repr
 from functrain.common._checks import is_integer, require, require_integer
 
 
-class _Parts(NamedTuple):
-    step: int
-    epoch: int
-    batch: int
-
-
-class Position(_Parts):
+class Position(NamedTuple):
     """The progress of a training, counted from its very beginning, across resumes.
 
     Attributes:
       step: Steps taken.
       epoch: Number of the epoch, from 0.
       batch: Batches taken in that epoch.
-
-    Raises:
-      ValueError: A part is not an integer, or is negative.
 
     Examples:
       >>> Position(step=25, epoch=2, batch=5)
@@ -29,16 +21,9 @@ class Position(_Parts):
       Position(step=25, epoch=2, batch=5)
     """
 
-    __slots__ = ()
-
-    # A NamedTuple cannot define `__new__`, so the fields are in a base class.
-    def __new__(cls, step: int = 0, epoch: int = 0, batch: int = 0) -> Self:
-        """Checks the parts and converts them to Python integers."""
-        for name, value in (("step", step), ("epoch", epoch), ("batch", batch)):
-            # The check comes before the call, since making its text costs time in every chunk.
-            if not is_integer(value, 0):
-                require_integer(f"Position: {name}", value, 0, "Of an array: int(state.step).")
-        return super().__new__(cls, int(step), int(epoch), int(batch))
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
 
     @classmethod
     def from_step(cls, step: int, steps_per_epoch: int) -> Self:
@@ -59,24 +44,26 @@ class Position(_Parts):
         return Position(self.step + steps, self.epoch, self.batch + steps)
 
 
-def require_position(start: object) -> Position:
-    """Returns the position to start from: the beginning for None.
+def require_position(start: object, name: str = "start") -> Position:
+    """Returns the position to start from, as Python's integers: the beginning for None.
 
     Raises:
       TypeError: `start` is not a Position.
-      ValueError: It has more batches in the epoch than steps.
+      ValueError: A part is not a number from 0 on, or there are more batches than steps.
     """
     if start is None:
         return Position()
+    advice = (
+        "Of an array: int(state.step). If all epochs of the training have the same length, pass "
+        "functrain.Position.from_step(step=int(state.step), steps_per_epoch=len(loader))."
+    )
     if not isinstance(start, Position):
-        raise TypeError(
-            f"start: expected a functrain.Position(step, epoch, batch), got {start!r}. If all "
-            "epochs of the training have the same length, pass functrain.Position.from_step("
-            "step=int(state.step), steps_per_epoch=len(loader))."
-        )
-    expected = "no more batches in the epoch than steps in all"
-    require(start.batch <= start.step, "start", expected, start)
-    return start
+        expected = "a functrain.Position(step, epoch, batch)"
+        raise TypeError(f"{name}: expected {expected}, got {_repr.brief(start)}. {advice}")
+    is_valid = all(is_integer(part, 0) for part in start) and start.batch <= start.step
+    expected = "whole numbers, and no more batches in the epoch than steps in all"
+    require(is_valid, name, expected, start, advice)
+    return Position(*map(int, start))
 
 
 def as_position(state: Any, position: Position | int | None) -> Position:
@@ -87,13 +74,5 @@ def as_position(state: Any, position: Position | int | None) -> Position:
         require(step is not None, "position", "a functrain.Position or a step", None, advice)
         position = int(step)
     if is_integer(position, 0):
-        return Position(position)
-    require(
-        isinstance(position, Position),
-        "position",
-        "a functrain.Position, or a step of at least 0",
-        position,
-        "Of an array: int(state.step).",
-        error=TypeError,
-    )
-    return require_position(position)
+        position = Position(position)
+    return require_position(position, "position")

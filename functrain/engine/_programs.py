@@ -15,7 +15,7 @@ from functrain.common import _tree
 from functrain.common._platform import compiling_for, platform_of
 from functrain.common._types import PyTree, traits_of
 from functrain.engine._guards import tracing_guards
-from functrain.engine._loop import check_logs, check_stacked, repeat
+from functrain.engine._loop import check_results, check_stacked, repeat
 from functrain.engine._placement import Pins, pin_carry, read_pins
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
     body: Callable[[Any], Callable[..., tuple[PyTree, PyTree]]]
 
 
-TRAINING = Kind("train", check_logs)
+TRAINING = Kind("train", check_results)
 
 
 class LoopOptions(NamedTuple):
@@ -126,7 +126,8 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
 
         def run_step(carry: PyTree, batch: PyTree) -> Any:
             with error_notes(batch):
-                return pin_carry(body(carry, batch, *const), loop.pins)
+                carry, row = body(carry, batch, *const)
+                return pin_carry(carry, loop.pins), row
 
         def run_chunk(carry: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
             steps = None if loop.takes_all else n

@@ -26,7 +26,7 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "string to float: 'x'",
     ),  # type: ignore[dict-item]
     "documents": (lambda: saver().save(STATE, 1, documents=3), TypeError, "documents: .*got int"),  # type: ignore[arg-type]
-    "step": (lambda: saver().save(STATE, -1), TypeError, "position: .*at least 0, got -1"),
+    "step": (lambda: saver().save(STATE, -1), TypeError, "position: .*got -1"),
     "a step in an array": (
         lambda: saver().save(STATE, jnp.int32(3)),  # type: ignore[arg-type]
         TypeError,

@@ -72,6 +72,8 @@ def test_hooks_go_on_counting_where_the_training_is() -> None:
     [
         (3, TypeError, r"expected a functrain\.Position\(step, epoch, batch\), got 3"),
         (ft.Position(2, 0, 3), ValueError, "no more batches in the epoch than steps"),
+        (ft.Position(-1), ValueError, "start: expected whole numbers"),
+        (ft.Position(2, 1.5), ValueError, "start: expected whole numbers"),  # type: ignore[arg-type]
         (ft.Position(14, 0, 8), ValueError, "start: expected at most 7 batches in an epoch"),
         (ft.Position(14, 2), ValueError, "epochs: expected more than the 2 that are over"),
         (ft.Position(14, 1, 7), ValueError, "epochs: expected more than the 2 that are over"),
@@ -82,15 +84,7 @@ def test_a_start_that_makes_no_sense_is_refused(start, error, message) -> None:
         ft.run(START, step, LOADER, epochs=2, start=start)
 
 
-@pytest.mark.parametrize("part", ["step", "epoch", "batch"])
-@pytest.mark.parametrize("value", [-1, 1.5, True, None, np.float32(2)])
-def test_the_parts_of_a_position_are_whole_numbers_from_0_on(part, value) -> None:
-    with pytest.raises(ValueError, match=f"Position: {part}: expected an integer of at least 0"):
-        ft.Position(**{part: value})
-
-
 def test_a_position_survives_pickling_and_copying() -> None:
-    position = ft.Position(np.int64(25), 2, 5)
+    position = ft.Position(25, 2, 5)
     assert pickle.loads(pickle.dumps(position)) == copy.deepcopy(position) == (25, 2, 5)
-    assert type(position.step) is int
     assert position._replace(batch=6) == ft.Position(25, 2, 6)

@@ -223,21 +223,6 @@ def test_a_weakly_typed_state_is_one_of_its_dtype(new: Any, jit: bool) -> None:
         assert (state, state.dtype) == (expected, expected.dtype)
 
 
-@pytest.mark.parametrize("unroll", [1, 3])
-def test_fuse_promotes_a_weakly_typed_state_as_scan_does(unroll: int) -> None:
-    def step(state: Any, x: Any) -> Any:
-        return state * 2 + x, {"state": state}
-
-    xs = jnp.arange(3.0)
-    for start in (jnp.asarray(1), jnp.asarray(1.0), jnp.float32(1)):
-        expected, logs = jax.lax.scan(step, start, xs)
-        state, rows = ft.fuse(step, 3, unroll=unroll)(start, xs)
-        assert (float(state), state.dtype) == (float(expected), expected.dtype)
-        assert rows["state"].tolist() == logs["state"].tolist()
-    with pytest.raises(TypeError, match=r"expected int32\[\], got float32\[\]"):
-        ft.fuse(step, 3)(jnp.int32(1), xs)
-
-
 @pytest.mark.parametrize("fuse", [1, 3])
 def test_outputs_of_several_shapes_are_not_joined(fuse: int) -> None:
     lengths = [np.ones((2, n), np.float32) for n in (3, 3, 5, 3)]
