@@ -40,7 +40,6 @@ from functrain.engine._plan import FuseArg as FuseArg
 from functrain.engine._plan import nbytes as nbytes
 from functrain.engine._plan import require_fuse as require_fuse
 from functrain.engine._signals import DeferredSignals as DeferredSignals
-from functrain.engine._signals import signals_of_run as signals_of_run
 from functrain.hooks._hook import by_identity as by_identity
 from functrain.hooks._hook import is_resumable as is_resumable
 from functrain.hooks._logger import Logger as Logger

@@ -32,7 +32,6 @@ from functrain.internal import (
     fetch_outputs,
     nbytes,
     prediction_plan,
-    signals_of_run,
     warn,
 )
 
@@ -96,7 +95,7 @@ def run_fit(
     model = hook.model
     # As in Keras 3.15.1, a fit of no epochs leaves the weights as they are.
     hook.finalizes = epochs > 0
-    signals = signals_of_run(saving is not None, interrupt=True)
+    signals = DeferredSignals("fit", saves=saving is not None)
     with signals, contextlib.ExitStack() as stack:
         # BackupAndRestore sets the epoch to continue from when it begins. A fit with a checkpointer
         # does not have it, and its callbacks begin after the files that they write were restored.

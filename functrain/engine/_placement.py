@@ -268,9 +268,8 @@ def pin_carry(carry: PyTree, pins: Pins | None) -> PyTree:
     # A carry of another structure is an error that `check_carry` raises, leaf by leaf.
     if pins is None or _tree.structure(carry) != pins.structure:
         return carry
-    return jax.tree.unflatten(
-        pins.structure, map(_constrain, jax.tree.leaves(carry), pins.shardings)
-    )
+    pinned = map(_constrain, jax.tree.leaves(carry), pins.shardings)
+    return jax.tree.unflatten(pins.structure, pinned)
 
 
 def _constrain(x: Any, sharding: NamedSharding | None) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 
-from functrain.common import _repr, _tree
+from functrain.common import _tree
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
@@ -38,8 +38,6 @@ STATE_BYTES = 256 * 2**20
 PREDICTING_PROGRAMS = 4
 # On accelerators, the time that a program takes: short enough for progress and interrupts.
 PROGRAM_SECONDS = 0.25
-# The shortest step of an accelerator: the smallest networks are a dozen kernels of 1 to 2 µs.
-STEP_SECONDS = 20e-6
 # The part of an accelerator's memory that a chunk may take; three of them exist at once.
 CHUNK_PART = 1 / 64
 # Batches are stacked in runs of at least K divided by this number, and of two.
@@ -84,8 +82,7 @@ class Plan:
       is_mixed: True once other batches have followed one that is not like the first.
 
     Raises:
-      ValueError: `fuse` is neither "auto" nor a positive integer; or (in `group_of`) so many
-        batches like the first do not fit into memory.
+      ValueError: `fuse` is neither "auto" nor a positive integer.
     """
 
     fuse: FuseArg
@@ -136,17 +133,9 @@ class Plan:
         if self.fuse == "auto":
             return auto_steps(size, self.state_bytes, intervals, chip=self.chip)
         # A longer chunk than there are steps between two pauses would be padded every time.
-        k = min(int(self.fuse), *intervals, int(self.fuse))
-        # Half of the memory, since two chunks exist at a time. A single batch is always allowed.
-        room = max(1, machine_memory() // (2 * max(1, size)))
-        if k > room and not self._groups:
-            expected = (
-                f"at most {room:,} steps, whose batches of {_repr.format_bytes(size)} take half of "
-                "this machine's memory"
-            )
-            advice = "Pass fuse='auto', or a smaller number."
-            require(False, "fuse", expected, self.fuse, advice)
-        return min(k, room)
+        # And not more than fit into half of the memory, since two chunks exist at a time.
+        room = machine_memory() // (2 * max(1, size))
+        return max(1, min([int(self.fuse), room, *intervals]))
 
 
 def require_fuse(fuse: Any) -> None:
@@ -190,8 +179,9 @@ def auto_steps(
         limit_by_memory = CHUNK_BYTES // max(1, batch_bytes)
     else:
         # A step reads and writes its state at least once.
-        step_seconds = max(STEP_SECONDS, 2 * state_bytes / (chip.bandwidth or BANDWIDTH))
-        limit_by_time, limit_by_cache = int(PROGRAM_SECONDS / step_seconds), MAX_STEPS
+        bytes_of_program = PROGRAM_SECONDS * (chip.bandwidth or BANDWIDTH)
+        limit_by_time = int(bytes_of_program / max(1, 2 * state_bytes))
+        limit_by_cache = MAX_STEPS
         limit_by_memory = int(CHUNK_PART * chip.memory_bytes / max(1, batch_bytes))
     limits = max(MIN_STEPS, limit_by_time), max(MIN_STEPS, limit_by_cache), limit_by_memory
     return max(1, min(MAX_STEPS, *limits, *filter(None, intervals)))

@@ -27,12 +27,13 @@ def require_same_batches(batches: PyTree) -> None:
         # An array that is divided over the processes already is one array, not a copy in each.
         if not has_remote_shards(x):
             digest = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, digest)
-    if len(set(gather_from_processes(digest))) > 1:
-        raise ValueError(
-            "data: expected the same batches in every process, of which each device takes its "
-            "shard, got other batches in this one. Give every process all of the data in the same "
-            "order. If each process has a part of the data, use functrain.distributed.local."
-        )
+    _require_same(
+        "data",
+        {"digest of the first chunk": str(digest)},
+        "the same batches in every process, of which each device takes its shard",
+        "Give every process all of the data in the same order. If each process has a part of the "
+        "data, use functrain.distributed.local.",
+    )
 
 
 def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
@@ -42,10 +43,9 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
     """
     # The text holds the addresses of host callbacks, which differ in each process.
     text = _strip_addresses(program.lower(*args).as_text())
-    first, *others = gather_from_processes(zlib.crc32(text.encode()))
-    require_no_problems(
+    _require_same(
         "step",
-        [f"a different one in process {i}" for i, other in enumerate(others, 1) if other != first],
+        {"digest of the program": str(zlib.crc32(text.encode()))},
         "the same program in every process",
         "Run the same code, with the same versions and arguments, in every process; use a hook "
         "for what only one process does.",
@@ -63,21 +63,25 @@ def require_same_run(batches: Batches, sharding: NamedSharding | None, **argumen
     facts["sharding"] = f"{sharding.spec} over {dict(sharding.mesh.shape)}"
     for name, value in arguments.items():
         facts[name] = _strip_addresses(repr(value))
-    first, *others = gather_from_processes(facts)
-    lines = []
-    for name, expected in first.items():
-        for i, other in enumerate(others, 1):
-            got = other.get(name, "nothing")
-            if got != expected:
-                lines.append(f"{name}: {expected} in process 0, {got} in process {i}")
-    require_no_problems(
+    _require_same(
         batches.name,
-        lines,
+        facts,
         "the same in every process",
         "Nothing was run. Give every process the same data and arguments. With "
         "functrain.distributed.local, where each process has a part of the data, give each the "
         "same number of batches.",
     )
+
+
+def _require_same(name: str, facts: dict[str, str], expected: str, advice: str) -> None:
+    first, *others = gather_from_processes(facts)
+    lines = []
+    for fact, value in first.items():
+        for i, other in enumerate(others, 1):
+            got = other.get(fact, "nothing")
+            if got != value:
+                lines.append(f"{fact}: {value} in process 0, {got} in process {i}")
+    require_no_problems(name, lines, expected, advice)
 
 
 def _strip_addresses(text: str) -> str:

@@ -27,23 +27,19 @@ class DeferredSignals:
     error may be its consequence, since Ctrl-C also ends the workers of a data loader.
 
     A block within a hook of a run handles the Ctrl-C that the run has deferred. Only a fit does so
-    if the run has a checkpointer: the run waits for anything shorter, and saves itself then.
+    if the run has a checkpointer: the run waits for a pass, and saves itself then.
 
     Args:
-      interrupt: True to defer Ctrl-C.
-      terminate: Which SIGTERM to defer: "none"; "handled", one that Python code handles; or "any".
-        One that would end the process raises SystemExit(143) when it is handled.
-      saves: For a fit, True if it has a checkpointer, else False. None for anything shorter.
+      kind: A "pass" is an evaluation or a prediction. A "run" does not defer Ctrl-C, since its loop
+        is the user's.
+      saves: True if there is a checkpointer. A SIGTERM that would end the process then raises
+        SystemExit(143) when it is handled. Otherwise only one that Python code handles is deferred.
     """
 
     def __init__(
-        self,
-        *,
-        interrupt: bool = True,
-        terminate: Literal["none", "handled", "any"] = "handled",
-        saves: bool | None = None,
+        self, kind: Literal["fit", "run", "pass"] = "pass", *, saves: bool = False
     ) -> None:
-        self._interrupt, self._terminate, self._saves = interrupt, terminate, saves
+        self._kind, self._saves = kind, saves
         self._handlers: dict[int, Any] = {}
         self._pending: list[tuple[int, FrameType | None]] = []
         self._is_over = False
@@ -66,12 +62,18 @@ class DeferredSignals:
         if threading.current_thread() is not threading.main_thread():
             return self
         # Another handler of Ctrl-C, such as a notebook's or a framework's, is left in place.
-        if self._interrupt and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        has_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if self._kind != "run" and has_default:
             self._handlers[signal.SIGINT] = signal.default_int_handler
         handler = signal.getsignal(signal.SIGTERM)
         # SIGTERM is left alone if it is ignored, or handled by code other than Python's.
-        ends_process = self._terminate == "any" and handler is signal.SIG_DFL
-        if self._terminate != "none" and (callable(handler) or ends_process):
+        if self._saves:
+            ends_process = callable(handler) or handler is signal.SIG_DFL
+            # JAX's preemption service has its own handler of SIGTERM.
+            is_deferred = ends_process and not has_preemption_service()
+        else:
+            is_deferred = callable(handler) and self._kind != "run"
+        if is_deferred:
             self._handlers[signal.SIGTERM] = handler
         for number in self._handlers:
             signal.signal(number, self._defer)
@@ -114,9 +116,9 @@ class DeferredSignals:
     def _enclosing_pending(self) -> "DeferredSignals | None":
         """Returns the block that this one is within, if it has a signal to handle here."""
         enclosing = self._enclosing
-        if enclosing is None or not enclosing._pending or not self._interrupt:
+        if enclosing is None or not enclosing._pending or self._kind == "run":
             return None
-        waits = self._saves is None and enclosing._saves
+        waits = self._kind == "pass" and enclosing._saves
         is_here = threading.current_thread() is threading.main_thread()
         return enclosing if is_here and not waits else None
 
@@ -159,22 +161,6 @@ class DeferredSignals:
                     "\nStopping after the current program. Press Ctrl-C again to stop at once.",
                     file=sys.stderr,
                 )
-
-
-def signals_of_run(saves: bool, *, interrupt: bool = False) -> DeferredSignals:
-    """Returns the signals that a run defers: SIGTERM, and for a fit Ctrl-C as well.
-
-    Args:
-      saves: True if the run saves itself when they arrive.
-      interrupt: True for a fit.
-    """
-    terminate: Literal["none", "handled", "any"] = "handled" if interrupt else "none"
-    if saves:
-        # JAX's preemption service has its own handler of SIGTERM.
-        terminate = "none" if has_preemption_service() else "any"
-    return DeferredSignals(
-        interrupt=interrupt, terminate=terminate, saves=saves if interrupt else None
-    )
 
 
 def has_preemption_service() -> bool:

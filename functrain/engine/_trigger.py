@@ -69,18 +69,17 @@ class _Decorator:
         """Returns a hook that is called when the trigger is due.
 
         Raises:
-          TypeError: It is not a function of an event, but a class, for example.
-          ValueError: It has a schedule already.
+          TypeError: It is not a function of an event, but a class, for example; or it has a
+            schedule already.
         """
-        is_hook = callable(hook) and not isinstance(hook, type)
-        advice = "In a class of hooks, write every = functrain.every(steps=100)."
-        require(is_hook, repr(self), "a function of one event", hook, advice, error=TypeError)
-        schedule = getattr(hook, "every", None)
+        is_hook = callable(hook) and not isinstance(hook, type) and not hasattr(hook, "every")
+        expected = "a function of one event, without a schedule"
         advice = (
-            "Pass every= to functrain's own hooks. For two schedules of one function, write "
+            "In a class of hooks, write every = functrain.every(steps=100); pass every= to "
+            "functrain's own hooks. For two schedules, write "
             "hooks=[functrain.every(steps=50)(log), functrain.at(1)(log)]."
         )
-        require(schedule is None, repr(self), "a hook without a schedule", schedule, advice)
+        require(is_hook, repr(self), expected, hook, advice, error=TypeError)
         return ScheduledHook(hook, self)
 
 
@@ -93,10 +92,8 @@ class Every(_Decorator):
     seconds: float | None = None
 
     def __repr__(self) -> str:
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None:
-                return f"every({name}={value})"
-        return "every()"
+        units = dataclasses.asdict(self).items()
+        return f"every({', '.join(f'{name}={value}' for name, value in units if value)})"
 
     def next_step(self, step: int) -> int | None:
         """Returns the next multiple of `steps`."""
@@ -250,14 +247,10 @@ def longest_interval(triggers: Sequence[Trigger]) -> int | None:
       None
     """
     step = longest = 0
-    for _ in range(_MAX_PAUSES):
+    # As many pauses as get past triggers that are due only at the first steps, to a regular one.
+    for _ in range(32):
         interval = steps_until_due(triggers, step)
         if interval is None:
             return None
         step, longest = step + interval, max(longest, interval)
     return longest
-
-
-# The number of pauses that `longest_interval` looks at: enough to get past triggers that are due
-# only at the first steps, to a regular one such as every 100 steps.
-_MAX_PAUSES = 32

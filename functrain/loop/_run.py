@@ -17,7 +17,7 @@ from functrain.engine import _placement
 from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position
 from functrain.engine._programs import initial_metrics
-from functrain.engine._signals import DeferredSignals, signals_of_run
+from functrain.engine._signals import DeferredSignals
 from functrain.engine._trigger import Trigger, longest_interval
 from functrain.loop._arguments import RunArguments, run_arguments
 from functrain.loop._events import Event
@@ -230,7 +230,7 @@ def begin_run(
     position, resumed = arguments.position, None
     no_metrics = initial_metrics(step, state) if isinstance(step, MeteredStep) else None
     owns_signals = signals is None
-    signals = signals or signals_of_run(saving is not None)
+    signals = signals or DeferredSignals("run", saves=saving is not None)
     # If an error occurs before the first event, the checkpoint directory must be released again.
     with contextlib.ExitStack() as undo:
         if saving is not None:

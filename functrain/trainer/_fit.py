@@ -14,7 +14,7 @@ from functrain.data._adapt import as_batches
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position
-from functrain.engine._signals import signals_of_run
+from functrain.engine._signals import DeferredSignals
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers_of
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
@@ -197,7 +197,7 @@ def fit(
         saving = Saving(
             checkpointer, arguments.batches, parts, losses=recorder.losses, flush_logs=logs.flush
         )
-    signals = signals_of_run(saving is not None, interrupt=True)
+    signals = DeferredSignals("fit", saves=saving is not None)
     events = begin_run(state, step, arguments, saving=saving, signals=signals)
     loop, first_position = events.loop, events.loop.position
     try:

@@ -11,7 +11,6 @@ from functrain.engine._plan import (
     MAX_STEPS,
     MIN_STEPS,
     PROGRAM_SECONDS,
-    STEP_SECONDS,
     Plan,
     auto_steps,
     chunks,
@@ -134,7 +133,7 @@ def test_on_accelerators_auto_is_limited_by_the_time_of_a_program() -> None:
         return auto_steps(1, state_bytes, chip=ACCELERATOR)
 
     assert steps(0) == MAX_STEPS
-    for seconds in (2 * STEP_SECONDS, 4e-3, 10e-3):
+    for seconds in (40e-6, 4e-3, 10e-3):
         # A step reads its state and writes it.
         state_bytes = int(seconds * ACCELERATOR.bandwidth / 2)
         assert steps(state_bytes) == min(MAX_STEPS, int(PROGRAM_SECONDS / seconds))
@@ -279,11 +278,7 @@ def test_a_program_has_no_more_steps_than_there_are_between_two_pauses(fuse) -> 
     assert plan.group_of(np.zeros((8, 3), np.float32)).k == 7
 
 
-def test_more_steps_than_memory_has_room_for_are_refused_with_what_fits() -> None:
-    plan = Plan(10**12)
-    with pytest.raises(ValueError, match=r"fuse: expected at most [\d,]+ steps, whose batches of"):
-        plan.group_of(np.zeros((8, 3), np.float32))
-    # A larger shape that comes later must not end a run.
+def test_a_program_has_no_more_steps_than_half_of_the_memory_has_room_for() -> None:
     plan = Plan(machine_memory() // 2000)
     assert plan.group_of(np.zeros(1, np.uint8)).k == plan.fuse
     assert plan.group_of(np.zeros(10**6, np.uint8)).k == machine_memory() // (2 * 10**6)

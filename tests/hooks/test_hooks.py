@@ -325,14 +325,10 @@ def test_an_object_with_two_schedules_begins_and_ends_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "error", "message"),
-    [
-        (Recording, TypeError, "expected a function of one event, got .*In a class of hooks"),
-        (ft.ArrayLoader(X, 2), TypeError, r"every\(steps=2\): expected a function of one event"),
-        (ft.every(steps=3)(print), ValueError, r"without a schedule, got every\(steps=3\)"),
-        (ft.hooks.Evaluate(EVAL, LOADER), ValueError, "Pass every= to functrain's own hooks"),
-    ],
+    "hook",
+    [Recording, ft.ArrayLoader(X, 2), ft.every(steps=3)(print), ft.hooks.Evaluate(EVAL, LOADER)],
 )
-def test_a_schedule_of_what_is_no_hook_or_has_one_is_refused(hook, error, message) -> None:
-    with pytest.raises(error, match=message):
+def test_a_schedule_of_what_is_no_hook_or_has_one_is_refused(hook) -> None:
+    message = r"every\(steps=2\): expected a function of one event, without a schedule, got"
+    with pytest.raises(TypeError, match=message):
         ft.every(steps=2)(hook)

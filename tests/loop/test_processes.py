@@ -108,10 +108,7 @@ def test_batches_of_each_process_its_own_are_refused_in_words() -> None:
 
 def test_another_program_in_one_of_them_is_refused_in_both() -> None:
     for said in run_both("code"):
-        expected = (
-            "step: expected the same program in every process, got a different one in process 1"
-        )
-        assert said.startswith(expected)
+        assert said.startswith("step: expected the same program in every process, got digest")
 
 
 def test_another_number_of_steps_to_a_program_is_refused_in_both() -> None:

@@ -210,7 +210,7 @@ def test_sigterm_beside_ctrl_c_is_not_lost(handled: list[Any]) -> None:
     handled.append(lambda: seen.append("SIGTERM"))
 
     def both() -> None:
-        with DeferredSignals(interrupt=False):
+        with DeferredSignals("run", saves=True):
             os.kill(os.getpid(), signal.SIGTERM)
             raise KeyboardInterrupt
 
