@@ -1,14 +1,10 @@
 """What the tests of private names share: a compiled model, and batches for it."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 import keras
 import numpy as np
 from keras import layers
-
-from bridge import keras_private
-
-del bridge
 
 
 def compiled(**kwargs):

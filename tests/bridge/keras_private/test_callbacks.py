@@ -1,16 +1,13 @@
 """What Keras's private names for callbacks mean (checked with Keras 3.15.1)."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 from unittest import mock
 
 import keras
 import numpy as np
 
-from bridge import keras_private
 from tests.bridge.keras_private.models import compiled
-
-del bridge
 
 
 def test_batches_seen_since_last_saving_counts_to_save_freq(tmp_path):

@@ -1,15 +1,11 @@
 """What Keras's private names for batches mean (checked with Keras 3.15.1)."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
-
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 import numpy as np
 import pytest
 
-from bridge import keras_private
 from tests.bridge.keras_private.models import epochs
-
-del bridge
 
 
 def test_epoch_iterator_yields_steps_and_an_iterator_of_batches():

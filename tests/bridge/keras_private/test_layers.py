@@ -1,15 +1,10 @@
 """What Keras's private names for a layer and what is inside it mean (checked with Keras 3.15.1)."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
-
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 import keras
 import numpy as np
 from keras import layers
-
-from bridge import keras_private
-
-del bridge
 
 
 class Holder(keras.Model):

@@ -1,14 +1,9 @@
 """What Keras's private names for losses and metrics mean (checked with Keras 3.15.1)."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
-
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 import keras
 import numpy as np
-
-from bridge import keras_private
-
-del bridge
 
 
 def test_get_loss_is_what_compile_makes():

@@ -1,15 +1,10 @@
 """What Keras's private names for optimizers mean (checked with Keras 3.15.1)."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
-
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 import keras
 import numpy as np
 import pytest
-
-from bridge import keras_private
-
-del bridge
 
 
 def test_settings_have_a_schedule_or_a_function_as_it_is():

@@ -1,15 +1,11 @@
 """What keras_hub's pipelines pass on to Keras (checked with keras_hub 0.32.0)."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 from typing import Any
 
 import keras
 import pytest
-
-from bridge import keras_private
-
-del bridge
 
 
 class Pipeline(keras.Model):

@@ -1,6 +1,6 @@
 """What Keras's private names for a trainer mean (checked with Keras 3.15.1)."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 import itertools
 
@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 from keras import layers
 
-from bridge import keras_private
 from tests.bridge.keras_private.models import compiled, epochs
-
-del bridge
 
 
 def test_trainer_is_what_keras_makes_models_of():

@@ -1,17 +1,12 @@
 """What Keras's private names for variables and scopes mean (checked with Keras 3.15.1)."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
-
+from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-
-from bridge import keras_private
-
-del bridge
 
 
 def test_values_are_moved_without_a_copy() -> None:

@@ -5,7 +5,6 @@ import bridge  # isort: skip  # before keras: it chooses the backend
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import keras
 import numpy as np
 import optax
@@ -110,17 +109,6 @@ def test_loss_scaling_and_constraints_stay_kerass() -> None:
     model.fit(X, Y, epochs=2, verbose=0)
     assert np.all(np.asarray(layer.kernel) >= 0)
     assert int(model.optimizer.inner_optimizer.iterations) == 2
-
-
-def test_frozen_layers_are_not_in_the_params() -> None:
-    model = make_model()
-    model.get_layer("a").trainable = False
-    seen = []
-    tx = optax.stateless_with_tree_map(lambda g, p: -0.1 * g)
-    spy = optax.GradientTransformation(lambda p: seen.append(p) or tx.init(p), tx.update)
-    model.compile(bridge.OptaxOptimizer(spy), "mse")
-    model.fit(X, Y, verbose=0)
-    assert jax.tree.map(jnp.shape, seen[0]) == {"b": {"bias": (2,), "kernel": (8, 2)}}
 
 
 def test_the_paths_of_params_are_those_of_keras_in_every_model(build) -> None:

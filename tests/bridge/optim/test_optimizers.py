@@ -192,18 +192,6 @@ def test_constraints_of_a_model_go_with_any_optax_chain():
         tx.update(state.params, state.opt_state)
 
 
-def test_a_schedule_need_not_be_serializable():
-    class Halving(K.schedules.LearningRateSchedule):
-        def __call__(self, step):
-            return 0.5 / (step + 1)
-
-    tx, params = bridge.optimizer(K.SGD(Halving())), {"w": jnp.ones(3)}
-    updates, state = tx.update(params, tx.init(params), params)
-    np.testing.assert_array_equal(updates["w"], -0.5)
-    updates, state = tx.update(params, state, params)
-    np.testing.assert_array_equal(updates["w"], -0.25)
-
-
 def test_an_update_that_would_overflow_at_the_loss_scale_is_skipped():
     tx = bridge.optimizer(K.LossScaleOptimizer(K.SGD(0.5)))
     params = {"w": jnp.ones(3)}
