@@ -140,16 +140,6 @@ def test_a_frozen_keras_model_goes_home_whole() -> None:
     np.testing.assert_array_equal(net.get_layer("head").get_weights()[0], average)
 
 
-def test_groups_and_weights_from_elsewhere_go_with_freezing() -> None:
-    model = ft.from_linen(Net())
-    params, model_state = model.init(jax.random.key(5), X)
-    taken = model._replace(init=lambda key, x: (params, model_state))
-    tx = ft.tx.param_groups({"**/bias": optax.sgd(0.1), "**": TX})
-    state = create(ft.freeze(taken, "body/**"), tx)
-    state = update_of(ft.freeze(taken, "body/**"), tx)(state, (X, Y))
-    assert digest(ft.merge_frozen(state).params["body"]) == digest(params["body"])
-
-
 def test_wrong_patterns_and_states_are_refused_in_words() -> None:
     model = ft.from_linen(Net())
     with pytest.raises(ValueError, match="patterns: expected one or more"):

@@ -48,22 +48,6 @@ def test_init_is_the_modules_own_without_losses_and_intermediates(linen):
     assert same(model_state, {"batch_stats": by_hand["batch_stats"]})
 
 
-def test_apply_in_training_is_module_apply_with_mutable_collections(linen):
-    model, params, model_state = linen
-    got = model.apply(params, model_state, X, rng=KEY, training=True)
-    outputs, changed = LinenNet().apply(
-        {"params": params, **model_state},
-        X,
-        train=True,
-        rngs={"dropout": KEY},
-        mutable=["batch_stats", "losses"],
-    )
-    assert same(got.outputs, outputs)
-    assert same(got.model_state, {"batch_stats": changed["batch_stats"]})
-    assert same(got.losses, changed["losses"]["activity"])
-    assert not same(got.model_state, model_state)
-
-
 def test_apply_outside_training_leaves_model_state_untouched_and_needs_no_rng(linen):
     model, params, model_state = linen
     got = model.apply(params, model_state, X)

@@ -46,19 +46,6 @@ def test_init_copies_the_present_values_as_nested_dicts(net):
     assert params["hidden"]["kernel"] is not net.hidden.kernel[...]
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_apply_without_rng_is_the_module_called_directly(net, training):
-    model = from_nnx(net)
-    params, model_state = model.init(KEY, X)
-    got = model.apply(params, model_state, X, training=training)
-    net.train() if training else net.eval()
-    outputs = net(X)
-    assert same(got.outputs, outputs)
-    assert same(got.model_state, rest_of(net))
-    assert same(got.model_state, model_state) is not training
-    assert got.losses == ()
-
-
 def test_module_is_never_changed(net):
     model = from_nnx(net)
     before = jax.tree.map(jnp.array, nnx.to_pure_dict(nnx.state(net)))

@@ -90,14 +90,6 @@ def test_so_is_what_a_hook_cannot_evaluate() -> None:
     assert any("evaluation of data was traced" in note for note in error.value.__notes__)
 
 
-def test_a_metric_whose_value_is_no_scalar_is_found() -> None:
-    counts = ft.metrics.Metric(lambda: jnp.zeros(3), lambda m, batch, aux, loss: m + 1, lambda m: m)
-    fit = Fit()
-    with pytest.raises(TypeError, match=r"(?s)metrics: expected a scalar.*counts: float32\[3\]"):
-        fit(eval_data=LOADER, eval_step=ft.eval_step(LOSS, metrics={"counts": counts}))
-    assert fit.steps == 0
-
-
 def test_looking_ahead_takes_no_batch_and_no_pass_from_the_evaluation() -> None:
     fit = Fit()
     whole = fit(eval_data=LOADER, eval_step=EVAL).history.epochs["val_loss"].tolist()

@@ -119,18 +119,6 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert done.stdout.strip() == "7", done.stderr
 
 
-def test_without_compiling_too_history_and_state_of_an_error_are_of_one_step() -> None:
-    def step(state: Any, batch: Any) -> Any:
-        if batch[0] == 26:
-            raise RuntimeError("in mid-chunk")
-        return {"w": state["w"] + 1}, {"w": state["w"]}
-
-    with pytest.raises(RuntimeError, match="in mid-chunk") as caught:
-        fitted(step, fuse=8, jit=False)
-    state, history = caught.value.fit_result
-    assert float(state["w"]) == len(history.steps["w"]) == 8
-
-
 def test_an_error_while_logs_are_told_leaves_state_and_history_of_one_step() -> None:
     class Full:
         def __call__(self, event: Any) -> None:

@@ -165,13 +165,6 @@ def test_the_rate_without_examples_is_that_of_steps(capsys) -> None:
     assert "examples" not in out
 
 
-def test_progress_is_a_bar_in_a_terminal() -> None:
-    text = output("auto", terminal=True)
-    assert "━" in text
-    assert "11/11" in text
-    assert "loss 0.5  mae 0.25" in text
-
-
 def test_progress_can_be_silenced_and_misspelt_settings_are_refused() -> None:
     assert output(0, terminal=True) == ""
     with pytest.raises(ValueError, match="verbose: expected 'auto'"):

@@ -267,11 +267,3 @@ def test_an_iterator_that_ends_too_early_is_named_and_what_was_trained_is_kept()
 def test_epochs_of_a_given_length_are_the_same_training_as_steps(data) -> None:
     by_epochs = fit(data(), epochs=4, steps_per_epoch=5, **HELD_OUT)
     assert bits(by_epochs) == bits(fit(data(), steps=20, steps_per_epoch=5, **HELD_OUT))
-
-
-def test_run_has_epochs_of_a_given_length() -> None:
-    state = ft.TrainState.create(params={"w": jnp.zeros(3)}, tx=TX)
-    events = [*ft.run(state, STEP, loader(), epochs=2, steps_per_epoch=10, fuse=4)]
-    ends = [event.position for event in events if isinstance(event, ft.events.EpochEnd)]
-    assert ends == [ft.Position(10, 0, 10), ft.Position(20, 1, 10)]
-    assert digest(events[-1].state) == digest(fit(loader(), steps=20).state)

@@ -14,7 +14,6 @@ from PIL import Image
 from rich.console import Console
 
 import functrain as ft
-from functrain.trainer._bar import Bar
 from functrain.trainer._progress import ProgressReport
 from functrain.trainer._recorder import Recorder
 
@@ -97,14 +96,6 @@ def test_a_notebook_s_cell_keeps_the_finished_bar(monkeypatch) -> None:
         assert '<progress value="30" max="30"' in html
 
 
-def test_a_bar_may_not_know_how_long_it_is() -> None:
-    stream = io.StringIO()
-    bar = Bar(Console(file=stream, force_terminal=True, width=80), "epoch 1/1", None, 0)
-    bar.update(completed=3, values=["loss 1"])
-    bar.stop()
-    assert "3/?" in stream.getvalue()
-
-
 def history(epochs=2):
     return ft.History(
         steps={"loss": np.arange(8.0)},
@@ -145,11 +136,6 @@ def test_a_plot_of_many_quantities_has_rows_of_three() -> None:
     figure = ft.History(steps={}, epochs=epochs).plot()
     assert [axes.get_title() for axes in figure.axes] == [n.replace("_", " ") for n in epochs]
     assert figure.get_size_inches().tolist() == [3 * 5.2, 2 * 3.6]
-
-
-def test_a_plot_is_a_picture_in_a_cell_by_itself() -> None:
-    picture = Image.open(io.BytesIO(history().plot()._repr_png_()))
-    assert picture.format == "PNG"
 
 
 TX = optax.sgd(0.1)
