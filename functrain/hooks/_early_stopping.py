@@ -148,17 +148,14 @@ class EarlyStopping:
         self._is_restored = True
         self._failures = np.asarray(state["failures"])
         self._has_seen_value = bool((self._failures >= 0).any())
-        best_step = np.asarray(state["best_step"])
         # Without restore_best the leaves are no longer updated, and would belong to an earlier best
         # value.
         self._best_leaves = state["best_state"] if self.restore_best else []
-        if self.restore_best and not self._best_leaves and (best_step >= 0).any():
-            warn(
-                "restore_best: the checkpoint has no best state, since it was saved with "
-                "restore_best=False. The best state is the best one from here on.",
-            )
-            return
-        self._best, self._best_step = np.asarray(state["best"]), best_step
+        # A checkpoint that was saved with restore_best=False has no best state: it is the best one
+        # from here on.
+        if self._best_leaves or not self.restore_best:
+            self._best = np.asarray(state["best"])
+            self._best_step = np.asarray(state["best_step"])
 
     def __call__(self, event: Event, /) -> None:
         """Compares the value with the best one, if the event has it."""

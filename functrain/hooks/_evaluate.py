@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-import jax
-
 from functrain.common import _repr
 from functrain.common._checks import require
 from functrain.engine._placement import ShardingArg
@@ -19,7 +17,7 @@ from functrain.step._metered import MeteredStep
 class Evaluate:
     """A hook that evaluates the state and adds the results to the event's values.
 
-    The first loss of a run that is not finite causes a warning.
+    A loss that is not finite causes a warning.
 
     Args:
       step: From `functrain.eval_step`.
@@ -35,8 +33,8 @@ class Evaluate:
 
     Raises:
       TypeError: The step has no metrics, or trains.
-      ValueError: The loader drops examples, or `every` counts seconds although the devices belong
-        to several processes; or (in `fit`) another value of the event has the name of one of these.
+      ValueError: The loader drops examples; or (in `fit`) another value of the event has the name
+        of one of these, or `every` counts seconds although there are several processes.
 
     Examples:
       >>> import jax.numpy as jnp, numpy as np, optax
@@ -72,40 +70,20 @@ class Evaluate:
         self.evaluation = Evaluation(
             step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit
         )
-        self.step, self.batches = step, self.evaluation.batches
-        self.data = self.batches.data
+        self.batches = self.evaluation.batches
         self.every = as_trigger(every, Every(epochs=1))
         self.prefix = prefix
-        # A loss that stays NaN would otherwise warn in every epoch.
-        self._has_warned = False
-        if self.evaluation.arguments.sharding is not None:
-            self.require_same_steps([self.evaluation.arguments.sharding])
 
     def __repr__(self) -> str:
-        return _repr.call(self, data=self.data, every=self.every, prefix=self.prefix)
-
-    def begin(self) -> None:
-        """Resets the warning: each run warns once."""
-        self._has_warned = False
+        return _repr.call(self, data=self.batches.data, every=self.every, prefix=self.prefix)
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
         values = self.evaluation.measure(event.state)
-        if not self._has_warned:
-            self._has_warned = self.evaluation.warn_of_loss(values, event.state)
+        self.evaluation.warn_of_loss(values, event.state)
         prefixed = {f"{self.prefix}{name}": value for name, value in values.items()}
         self.require_new(prefixed, event.values)
         event.values |= prefixed
-
-    def require_same_steps(self, shardings: Iterable[jax.sharding.Sharding | None]) -> None:
-        """Raises ValueError if arrays lie in several processes, and `every` counts seconds."""
-        # All processes must enter the evaluation after the same step, or they wait forever.
-        spans_processes = not all(s is None or s.is_fully_addressable for s in shardings)
-        expected = (
-            "functrain.every(steps=...) or epochs= with several processes, whose clocks differ"
-        )
-        counts_seconds = getattr(self.every, "seconds", None) is not None
-        require(not (counts_seconds and spans_processes), "every", expected, self.every)
 
     def require_new(self, names: Iterable[str], earlier: Iterable[str]) -> None:
         """Raises ValueError if an evaluation would replace earlier values of an event."""

@@ -146,11 +146,9 @@ class HookRunner:
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned, hook by hook."""
         hooks = self.resumable()
-        for name in hooks.keys() - state.keys():
-            saved = sorted(state) or "no hooks"
-            warn(f"hooks: {name} starts without a saved state: the checkpoint has {saved}.")
-        for name in state.keys() - hooks.keys():
-            warn(f"hooks: the checkpoint has {name}, which is not among the hooks of this run.")
+        if hooks.keys() != state.keys():
+            expected = f"those with a state in the checkpoint, {sorted(state)}"
+            warn(f"hooks: expected {expected}, got {sorted(hooks)}. The others start anew.")
         for name in hooks.keys() & state.keys():
             # A logger truncates its file, which is one file for all processes.
             if _is_called_here(hooks[name]):

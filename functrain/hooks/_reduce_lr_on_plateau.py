@@ -116,25 +116,22 @@ class ReduceLROnPlateau(EarlyStopping):
             self._failures = np.asarray(0)
         elif not self._cooldown_left:
             self._failures = self._failures + 1
-            if self._failures >= self.patience and self._reduce(event):
+            if self._failures >= self.patience:
+                self._reduce(event)
                 self._cooldown_left = int(self.cooldown)
                 self._failures = np.asarray(0)
 
-    def _reduce(self, event: Event) -> bool:
-        """Lowers the rates in the state of an event; returns False if none is above `min_lr`."""
+    def _reduce(self, event: Event) -> None:
+        """Lowers the rates in the state of an event that are above `min_lr`."""
         self.require_rates(event.state)
         leaves = dict(_tree.leaves_with_path(event.state))
-        is_reduced = False
         for path in _rate_paths(event.state):
             # In Python's floats, as in Keras, and rounded once.
             rate = float(leaves[path])
             if rate > np.float32(self.min_lr):
                 new_rate = jnp.asarray(max(rate * self.factor, self.min_lr), leaves[path].dtype)
                 leaves[path] = _tree.device_put_like(new_rate, leaves[path])
-                is_reduced = True
-        if is_reduced:
-            event.state = jax.tree.unflatten(_tree.structure(event.state), leaves.values())
-        return is_reduced
+        event.state = jax.tree.unflatten(_tree.structure(event.state), leaves.values())
 
 
 def _rate_paths(state: PyTree) -> list[str]:

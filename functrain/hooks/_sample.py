@@ -36,9 +36,6 @@ class Sample:
       directory: The directory for PNG and text files. Requires pillow.
       name: The name of a sample if `make` does not return a dict.
 
-    Attributes:
-      latest: The latest samples by name: `u8[H, W, C]` or a text.
-
     Raises:
       ImportError: `directory` is given, and pillow is not installed.
       TypeError: (when called) `make` returned something else.
@@ -68,10 +65,9 @@ class Sample:
         # The process may change its working directory during the run.
         self.directory = None if directory is None else absolute_path(directory, "directory")
         self.name = name
-        self.latest: dict[str, np.ndarray | str] = {}
-        # A missing library should not surface only at the first sample.
         if directory is not None:
-            _import_pillow()
+            hint = "pictures in files need pillow: pip install 'functrain[pictures]'"
+            self._pillow = import_optional("PIL.Image", hint)
 
     def __repr__(self) -> str:
         return _repr.call(self, make=self.make, every=self.every)
@@ -80,13 +76,21 @@ class Sample:
         """Makes the samples."""
         result = self.make(event.state)
         samples = result if isinstance(result, dict) else {self.name: result}
-        self.latest = {name: _to_sample(x, name) for name, x in samples.items()}
-        event.samples |= self.latest
+        samples = {name: _to_sample(x, name) for name, x in samples.items()}
+        event.samples |= samples
         # All processes call the hook, since `make` may compute on devices of all of them.
         if self.directory is not None and jax.process_index() == 0:
-            for name, sample in self.latest.items():
-                suffix = "txt" if isinstance(sample, str) else "png"
-                _save(sample, self.directory / f"{name}-{event.step:08d}.{suffix}")
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for name, sample in samples.items():
+                self._save(sample, self.directory / f"{name}-{event.step:08d}")
+
+    def _save(self, sample: np.ndarray | str, stem: pathlib.Path) -> None:
+        if isinstance(sample, str):
+            pathlib.Path(f"{stem}.txt").write_text(sample, encoding="utf-8")
+        else:
+            # Pillow expects grayscale pictures without an axis of channels.
+            picture = sample[..., 0] if sample.shape[-1] == 1 else sample
+            self._pillow.fromarray(picture).save(f"{stem}.png")
 
 
 def _to_sample(x: Any, name: str) -> np.ndarray | str:
@@ -131,20 +135,3 @@ def _arrange_in_grid(pictures: np.ndarray) -> np.ndarray:
     cells[:n] = pictures
     by_rows = cells.reshape(rows, columns, height, width, channels).swapaxes(1, 2)
     return by_rows.reshape(rows * height, columns * width, channels)
-
-
-def _save(sample: np.ndarray | str, path: pathlib.Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if isinstance(sample, str):
-        path.write_text(sample, encoding="utf-8")
-    else:
-        # Pillow expects grayscale pictures without an axis of channels.
-        picture = sample[..., 0] if sample.shape[-1] == 1 else sample
-        _import_pillow().fromarray(picture).save(path)
-
-
-def _import_pillow() -> Any:
-    """Returns `PIL.Image`; raises ImportError if pillow is not installed."""
-    return import_optional(
-        "PIL.Image", "pictures in files need pillow: pip install 'functrain[pictures]'"
-    )

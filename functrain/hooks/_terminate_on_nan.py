@@ -57,9 +57,9 @@ class TerminateOnNaN:
         return _repr.call(self, after=self.after, monitor=self.monitor)
 
     def begin(self) -> None:
-        """Forgets the step at which an earlier run ended, unless a checkpoint has restored it."""
+        """Forgets the steps of an earlier run, unless a checkpoint has restored them."""
         if not self._is_restored:
-            self.step = None
+            self._in_a_row, self.step = 0, None
         self._is_restored = False
 
     def logs(self, event: ChunkEnd, /) -> None:
@@ -101,7 +101,3 @@ class TerminateOnNaN:
         """Restores what `state` returned, for the run that begins next."""
         self._in_a_row, self.step = state["in_a_row"], state["step"]
         self._is_restored = True
-
-    def close(self) -> None:
-        """Resets the count for the next run."""
-        self._in_a_row = 0

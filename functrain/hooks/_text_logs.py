@@ -199,31 +199,15 @@ class CSVLogger(TextLogger):
         for line in lines:
             position = {"epoch": line.epoch, "step": line.step}
             rows.append({**position, **line.values, **position})
-        header = self._header()
+        header = next(csv.reader(self._kept_lines()), [])
         # A dict keeps the order of the columns and drops duplicates.
         columns = list(dict.fromkeys(itertools.chain(header, *rows)))
         if columns != header:
-            self._set_columns(columns)
+            # New columns come last, and are empty in earlier rows.
+            earlier_rows = list(csv.reader(self._kept_lines()))[1:]
+            empty_cells = [""] * (len(columns) - len(header))
+            self._replace(map(_csv, [columns, *([*row, *empty_cells] for row in earlier_rows)]))
         self._add("".join(_csv([row.get(name, "") for name in columns]) for row in rows))
-
-    def _header(self) -> list[str]:
-        return next(csv.reader(self._kept_lines()), [])
-
-    def _set_columns(self, columns: list[str]) -> None:
-        """Rewrites the file with other columns; new ones come last, and the last are dropped."""
-        rows = [columns, *list(csv.reader(self._kept_lines()))[1:]]
-        count = len(columns)
-        self._replace([_csv([*row, *[""] * count][:count]) for row in rows])
-
-    def state(self) -> dict[str, Any]:
-        """Returns the number of lines and the columns, for the checkpoint."""
-        return {**super().state(), "columns": self._header()}
-
-    def restore(self, state: dict[str, Any], /) -> None:
-        """Drops rows and columns that were added after the checkpoint: the run adds them again."""
-        super().restore(state)
-        if state["columns"] and self._header() != state["columns"]:
-            self._set_columns(state["columns"])
 
 
 def _json(line: Line) -> str:

@@ -113,12 +113,8 @@ def _memory() -> dict[str, float]:
     """Returns the bytes of the fullest device, by the names of the values."""
     keys = {"in_use": "bytes_in_use", "peak": "peak_bytes_in_use", "limit": "bytes_limit"}
     device_stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    values = {}
-    for name, key in keys.items():
-        byte_counts = [stats[key] for stats in device_stats if key in stats]
-        if byte_counts:
-            values[f"memory/{name}"] = float(max(byte_counts))
-    return values
+    values = {name: max(x.get(key, 0) for x in device_stats) for name, key in keys.items()}
+    return {f"memory/{name}": float(value) for name, value in values.items() if value}
 
 
 def _peak_flops(state: object) -> float:

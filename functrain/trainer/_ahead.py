@@ -66,7 +66,7 @@ def look_ahead(
     knows_all_names = True
     for hook in hooks:
         if isinstance(hook, Evaluate):
-            evaluated = _check_evaluation(hook, state, arguments, read, can_trace=can_trace)
+            evaluated = _check_evaluation(hook, state, read, can_trace=can_trace)
             # Others are due within epochs: names that clash are found when two are due together.
             if getattr(hook.every, "epochs", None):
                 hook.require_new(evaluated, names_of_epochs)
@@ -91,12 +91,9 @@ def look_ahead(
 
 
 def _check_evaluation(
-    hook: Evaluate, state: PyTree, arguments: RunArguments, read: list[Any], *, can_trace: bool
+    hook: Evaluate, state: PyTree, read: list[Any], *, can_trace: bool
 ) -> set[str]:
     """Traces an evaluation; returns the names of its values, and adds its data to those read."""
-    if jax.process_count() > 1:
-        placements = [x.sharding for x in jax.tree.leaves(state) if isinstance(x, jax.Array)]
-        hook.require_same_steps([arguments.sharding, *placements])
     batches = hook.batches
     is_shared = batches.is_iterator and any(batches.data is data for data in read)
     expected = "an iterator that nothing else in this run reads"
@@ -104,6 +101,10 @@ def _check_evaluation(
     require(not is_shared, batches.name, expected, batches.data, advice)
     read.append(batches.data)
     if jax.process_count() > 1:
+        # All processes must enter the evaluation after the same step, or they wait forever.
+        has_clock = getattr(hook.every, "seconds", None) is not None
+        expected = "functrain.every(steps=...) or epochs= in several processes, whose clocks differ"
+        require(not has_clock, "every", expected, hook.every)
         hook.evaluation.require_same_in_processes()
     return {hook.prefix + name for name in hook.evaluation.trace(state, can_trace=can_trace)}
 

@@ -160,8 +160,8 @@ def main() -> None:
     refused("fewer batches to evaluate on", local(part()), **lengths)
     everywhere = jax.NamedSharding(MESH, jax.P())
     refused("the same part in both", part(), everywhere, by=ft.distributed.local)
-    clock: Any = {"by": ft.hooks.Evaluate, "every": ft.every(seconds=1), "sharding": ROWS}
-    refused("a clock", MEASURE, ft.ArrayLoader(X, 8), **clock)
+    clock = ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 8), every=ft.every(seconds=1))
+    refused("a clock", ft.ArrayLoader(X, 8), hooks=[clock])
     refused("other lengths", ft.ArrayLoader(X[: 48 - 8 * OWN], 8))
     refused("other epochs", ft.ArrayLoader(X, 8), epochs=2 + OWN)
 

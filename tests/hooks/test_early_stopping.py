@@ -200,9 +200,6 @@ def test_stopped_and_restored_it_decides_as_uninterrupted(cut) -> None:
     assert digest(state) == digest(expected)
 
 
-NO_BEST_STATE = "the checkpoint has no best state, since it was saved with restore_best=False"
-
-
 def test_the_best_state_is_looked_for_anew_where_a_checkpoint_has_none(tmp_path) -> None:
     def train(restore_best, *scores):
         hook = EarlyStopping("score", mode="min", patience=9, restore_best=restore_best)
@@ -211,26 +208,8 @@ def test_the_best_state_is_looked_for_anew_where_a_checkpoint_has_none(tmp_path)
         return fit(Scripted(*scores), hook, epochs=epochs, checkpointer=checkpointer), hook
 
     train(False, 0.1, 0.5)
-    with pytest.warns(UserWarning, match=NO_BEST_STATE):
-        (state, _), hook = train(True, 0.3, 0.4)
+    (state, _), hook = train(True, 0.3, 0.4)
     assert (hook.best, hook.best_step, int(state.step)) == (0.3, 60, 60)
-
-
-def test_the_best_members_are_looked_for_anew_where_a_checkpoint_has_none() -> None:
-    how = {"mode": "min", "patience": 9}
-    first = ft.population.EarlyStopping("score", **how)
-    state = ft.population.stack([{"w": np.float32(w)} for w in (1, 2)])
-    epochs_of_ours(first, state, [np.array([0.1, 0.1])])
-    hook = ft.population.EarlyStopping("score", restore_best=True, **how)
-    with pytest.warns(UserWarning, match=NO_BEST_STATE):
-        hook.restore(first.state())
-    hook.begin()
-    epochs_of_ours(hook, state, [np.array([0.4, 0.4])])
-    last = ft.population.stack([{"w": np.float32(w)} for w in (3, 4)])
-    epochs_of_ours(hook, last, [np.array([0.5, 0.3])])
-    end = ft.events.RunEnd(position=ft.Position(step=3), state=last, values={})
-    hook(end)
-    assert end.state.states["w"].tolist() == [1, 4]
 
 
 def test_a_best_state_is_not_kept_where_it_is_not_restored() -> None:

@@ -203,12 +203,10 @@ def test_a_state_is_not_given_to_a_hook_that_watches_another_value(tmp_path) -> 
     watching = ft.hooks.EarlyStopping("score", mode="min", patience=9)
     fit(Scripted(0.5), watching, epochs=1, checkpointer=ft.Checkpointer(tmp_path))
     other = ft.hooks.EarlyStopping("loss", patience=9)
-    with pytest.warns(UserWarning, match="hooks: ") as caught:
+    message = r"hooks: expected .*\['EarlyStopping\(score\)'\], got \['EarlyStopping\(loss\)'\]"
+    with pytest.warns(UserWarning, match=message):
         _, history = fit(other, epochs=2, checkpointer=ft.Checkpointer(tmp_path))
     assert other.best == history.epochs["loss"][1]  # the first epoch was not seen
-    texts = sorted(str(warning.message) for warning in caught)
-    assert "EarlyStopping(loss) starts without a saved state" in texts[0]
-    assert "the checkpoint has EarlyStopping(score), which is not among" in texts[1]
 
 
 @pytest.mark.parametrize(

@@ -61,16 +61,15 @@ def numbers(path: pathlib.Path, steps: int = 16) -> list[float]:
 
 def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
     how, state = placed(form)
-    picture = ft.hooks.Sample(
-        lambda state: {"w": np.asarray(state.params["w"])}, directory=folder / "samples"
-    )
     # The first value is the best.
     best = ft.hooks.EarlyStopping("val_loss", patience=0, min_delta=1e9, restore_best=True)
     made = {
         "Evaluate": ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 32), **how),
         "EarlyStopping": best,
         "ReduceLROnPlateau": ft.hooks.ReduceLROnPlateau(patience=1, min_delta=1e9),
-        "Sample": picture,
+        "Sample": ft.hooks.Sample(
+            lambda state: {"w": np.asarray(state.params["w"])}, directory=folder / "samples"
+        ),
         "TerminateOnNaN": ft.hooks.TerminateOnNaN(),
         "Throughput": ft.hooks.Throughput(flops_per_step=1e6),
         "Watchdog": ft.hooks.Watchdog(600),
@@ -100,7 +99,6 @@ def fit(form: str, folder: pathlib.Path) -> dict[str, Any]:
         "best_step": best.best_step,
         "step": int(result.step),
         "w": np.asarray(result.params["w"]).tolist(),
-        "sample": picture.latest["w"].shape,
         "samples": sorted(path.name for path in (folder / "samples").iterdir()),
         "csv": [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]],
         "json": numbers(folder / "run.jsonl"),
