@@ -63,7 +63,11 @@ def initialize(
     address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
     count = _read_environment("JAX_NUM_PROCESSES") if num_processes is None else num_processes
     number = _read_environment("JAX_PROCESS_ID") if process_id is None else process_id
-    config = {"coordinator_address": address, "num_processes": count, "process_id": number}
+    config: dict[str, Any] = {
+        "coordinator_address": address,
+        "num_processes": count,
+        "process_id": number,
+    }
     if address is not None:
         host, _, port = address.rpartition(":")
         require(port.isdecimal(), "coordinator_address", "host:port", address)

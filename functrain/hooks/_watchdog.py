@@ -3,6 +3,7 @@
 import faulthandler
 import sys
 import time
+from typing import Any
 
 from functrain.common import _repr
 from functrain.common._checks import is_positive, require
@@ -43,7 +44,8 @@ class Watchdog:
         self._start_time = time.monotonic()
         # A thread of C, so that Python code that holds the interpreter cannot delay it. A notebook
         # replaces sys.stderr by an object without a descriptor.
-        faulthandler.dump_traceback_later(self.seconds, exit=self.exits, file=sys.__stderr__)
+        file: Any = sys.__stderr__
+        faulthandler.dump_traceback_later(self.seconds, exit=self.exits, file=file)
 
     def close(self) -> None:
         """Ends the timer."""
