@@ -15,6 +15,7 @@ from functrain.common._checks import require_untraced as require_untraced
 from functrain.common._gather import fetch_global as fetch_global
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
+from functrain.common._tree import signature as signature
 from functrain.common._types import PyTree as PyTree
 from functrain.common._types import StepTraits as StepTraits
 from functrain.common._warnings import warn as warn
@@ -23,10 +24,8 @@ from functrain.common._wide_integers import require_integers_fit as require_inte
 from functrain.data._arrays import host_batch as host_batch
 from functrain.data._arrays import require_no_number_lists as require_no_number_lists
 from functrain.data._arrays import require_unmasked as require_unmasked
-from functrain.data._batch import example_count as example_count
 from functrain.data._batches import Batches as Batches
 from functrain.data._batches import Chunk as Chunk
-from functrain.data._batches import batch_signature as batch_signature
 from functrain.data._local import Local as Local
 from functrain.data._local import LocalBatches as LocalBatches
 from functrain.data._lookahead import Lookahead as Lookahead

@@ -16,15 +16,14 @@ from functrain.internal import (
     LocalBatches,
     Lookahead,
     PyTree,
-    batch_signature,
     chunk_placer,
     copy_batch,
-    example_count,
     host_batch,
     is_cheap_to_read,
     pad_chunk,
     require,
     require_integers_fit,
+    signature,
     stack_batches,
 )
 
@@ -60,17 +59,12 @@ class KerasBatches(Batches):
     def __init__(self, epochs: Any, place: Callable[[PyTree], PyTree] | None) -> None:
         self.data, self._place = epochs, place
         self.arrays: keras_private.data.ArrayBatches | None = epochs.arrays
-        self.steps = epochs.num_batches
+        self.steps, self.full_steps = epochs.num_batches, keras_private.data.full_batches(epochs)
         self._items: Lookahead[KerasBatch] = Lookahead(())
         # True while the first batch of a chunk is fetched.
         self._fetches_first = False
         self._epoch_position: dict[str, Any] = {"fetched": 0}
         self._resume_state: dict[str, Any] | None = None
-
-    @property
-    def full_steps(self) -> int | None:
-        """Batches of full size in an epoch; None if that is unknown."""
-        return keras_private.data.full_batches(self.data)
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins the next epoch; after `restore`, continues it at a batch."""
@@ -93,8 +87,6 @@ class KerasBatches(Batches):
 
     def take(self, k: int, limit: int) -> Chunk:
         """Returns a chunk of the next batches that can be stacked."""
-        first = self._items.peek()
-        assert first is not None, "peek comes first"
         batch_events: list[BatchEvents] = []
 
         def contents() -> Iterator[PyTree]:
@@ -105,15 +97,11 @@ class KerasBatches(Batches):
         if self.arrays is None:
             # The source may reuse the memory of a batch, so each is copied before the next.
             chunk, _ = stack_batches(contents(), k)
-            # Where arrays differ in length, Keras counts the rows of the first input.
-            leaves = jax.tree.leaves(first.content)
-            examples = example_count(leaves) or example_count(leaves[:1]) or 1
         else:
             chunk = pad_chunk(_take_rows(self.arrays, list(contents())), k)
-            examples = _count(first.content)
         if self._place is not None:
             chunk = self._place(chunk)
-        return Chunk(chunk, k, len(batch_events), examples, batch_events)
+        return Chunk(chunk, k, len(batch_events), batch_events)
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what distinguishes the data from others."""
@@ -161,7 +149,7 @@ class KerasBatches(Batches):
 
     def _signature(self, item: KerasBatch) -> Any:
         """Returns a value that is equal for two batches that can be stacked."""
-        return batch_signature(item.content) if self.arrays is None else _count(item.content)
+        return signature(item.content) if self.arrays is None else _count(item.content)
 
     def _with_marks(self) -> Iterator[KerasBatch]:
         """Yields every batch of an epoch with its batch events."""

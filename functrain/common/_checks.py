@@ -1,7 +1,6 @@
 """Argument checks. Their errors read "name: expected X, got Y. Advice"."""
 
 import math
-import os
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -122,22 +121,4 @@ def require_untraced(name: str, tree: Any) -> None:
             f"{name}: expected arrays that have values, got a call within jax.jit, grad, vmap or "
             "another transformation. Call fit, run, evaluate and predict outside of it; inside, "
             "take steps with functrain.fuse(step, k) or jax.lax.scan."
-        )
-
-
-_first_process: int | None = None  # the process that used JAX first
-
-
-def require_not_forked() -> None:
-    """Raises RuntimeError in a child that was forked after functrain had used JAX.
-
-    JAX's threads exist in the parent only: the child's first program would wait for them forever.
-    """
-    global _first_process
-    if _first_process is None:
-        _first_process = os.getpid()
-    elif _first_process != os.getpid():
-        raise RuntimeError(
-            "expected a process in which JAX can run, got one forked from a process that had used "
-            "JAX. Start processes with multiprocessing.get_context('spawn')."
         )

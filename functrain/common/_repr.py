@@ -45,17 +45,6 @@ def name(value: Any) -> str:
     return str(getattr(value, "__name__", type(value).__name__))
 
 
-def class_with_article(value: Any) -> str:
-    """Returns the class name of a value with its article.
-
-    Examples:
-      >>> class_with_article(1), class_with_article("a")
-      ('an int', 'a str')
-    """
-    name = type(value).__name__
-    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
-
-
 def format_scalar(x: Any) -> str:
     """Returns the value of a scalar as text, or `brief` of it if the value cannot be read."""
     return str(x) if _tree.is_readable(x) and not x.shape else brief(x)

@@ -8,8 +8,6 @@ import numpy as np
 
 from functrain.common._types import PyTree
 
-_ON_HOST = (np.ndarray, np.generic)
-
 
 def require_integers_fit(tree: PyTree, name: str) -> None:
     """Raises ValueError if jax would truncate an integer of a NumPy array on its way to a device.
@@ -21,11 +19,8 @@ def require_integers_fit(tree: PyTree, name: str) -> None:
       tree: Any pytree; leaves that are not NumPy arrays are ignored.
       name: The name of the argument, for the error.
     """
-    # Types and leaves without their paths at first: of a state with hundreds of leaves, a loop over
-    # them takes as long as a call of a program.
-    leaves = jax.tree.leaves(tree)
-    is_on_host = any(issubclass(kind, _ON_HOST) for kind in set(map(type, leaves)))
-    if not is_on_host or all(map(_fits, leaves)):
+    # Without the paths, which take longer than all the rest.
+    if all(map(_fits, jax.tree.leaves(tree))):
         return
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         location = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -52,13 +47,6 @@ def require_fits(x: Any, expected: str, location: str) -> None:
     )
 
 
-def is_narrowed(x: Any) -> bool:
-    """Returns True if a leaf holds 64-bit integers on the host that become 32-bit in jax."""
-    if not isinstance(x, _ON_HOST) or x.dtype.kind not in "iu" or x.dtype.itemsize < 8:
-        return False
-    return bool(_limits(x).bits < 64)
-
-
 def is_cheap_to_read(x: np.ndarray) -> bool:
     """Returns True if an array is in memory: neither a file nor a view of overlapping windows."""
     owner: Any = x
@@ -70,10 +58,13 @@ def is_cheap_to_read(x: np.ndarray) -> bool:
 
 
 def _fits(x: Any) -> bool:
-    if not is_narrowed(x) or not x.size:
+    is_wide = (
+        isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iu" and x.dtype.itemsize == 8
+    )
+    if not is_wide or not x.size:
         return True
     limits = _limits(x)
-    return bool(limits.min <= x.min() and x.max() <= limits.max)
+    return bool(limits.bits == 64 or (limits.min <= x.min() and x.max() <= limits.max))
 
 
 def _limits(x: Any) -> Any:

@@ -1,6 +1,5 @@
 """Converts what users pass as data to `Batches`; the batches of a loader."""
 
-import copy
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -8,11 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from functrain.common._checks import require
 from functrain.common._types import PyTree
-from functrain.data._arrays import host_batch, require_no_number_lists
-from functrain.data._batch import example_count
-from functrain.data._batches import Batches, Chunk, NoData
+from functrain.data._arrays import host_batch
+from functrain.data._batches import Batches, Chunk
 from functrain.data._iterator import IteratorBatches
 from functrain.data._loader import SeekableLoader
 from functrain.data._local import Local, LocalBatches
@@ -21,42 +18,37 @@ from functrain.data._same_data import Summary, differences
 from functrain.data._stack import pad_chunk, stack_batches
 
 
-def as_batches(data: Any, name: str = "data") -> Batches:
+def as_batches(data: Any, name: str = "data", steps_before: int = 0) -> Batches:
     """Converts the data of `fit`, `run`, `evaluate` and `predict` to `Batches`.
 
     Args:
-      data: A loader that can seek, such as `ArrayLoader`; an iterable of batches; either of these
-        in `functrain.distributed.local`; `NoData`, which is copied; or other `Batches`, which are
-        returned unchanged.
+      data: A loader that can seek, such as `ArrayLoader` or `NoData`; an iterable of batches;
+        either of these in `functrain.distributed.local`; or `Batches`, which are returned
+        unchanged.
       name: The argument that the data were passed as, for errors.
+      steps_before: A loader continues with the orders that follow this number of earlier steps.
 
     Raises:
       TypeError: `data` is something else.
-      ValueError: `data` is an empty list.
     """
-    if isinstance(data, NoData):
-        # A copy, since data and eval_data may be one object, and each has its own position.
-        return copy.copy(data)
     if isinstance(data, Batches):
         return data
     if isinstance(data, Local):
-        return LocalBatches(as_batches(data.data, name), data)
+        return LocalBatches(as_batches(data.data, name, steps_before), data)
     # A subclass that iterates in its own way is an iterable like any other.
     if isinstance(data, SeekableLoader) and type(data).__iter__ is SeekableLoader.__iter__:
-        return LoaderBatches(data, name)
+        return LoaderBatches(data, name, steps_before)
     _require_iterable(data, name)
     return IteratorBatches(data, name)
 
 
 def _require_iterable(data: Any, name: str) -> None:
     """Raises TypeError unless data are an iterable of batches: arrays are cut by a loader."""
-    is_list = isinstance(data, list | tuple)
-    if is_list:
-        require(data, name, "at least one batch", data, "Pass a list of batches.")
     # All of these can be iterated, but yield rows, keys, characters or numbers.
     is_array = isinstance(data, dict | np.ndarray | jax.Array | str | bytes)
     is_tuple_of_arrays = isinstance(data, tuple) and any(hasattr(x, "shape") for x in data)
-    is_list_of_numbers = is_list and isinstance(data[0], bool | int | float | complex | str)
+    first = data[:1] if isinstance(data, list | tuple) else ()
+    is_list_of_numbers = any(isinstance(x, bool | int | float | complex | str) for x in first)
     is_one_batch = is_array or is_tuple_of_arrays or is_list_of_numbers
     if is_one_batch or not isinstance(data, Iterable):
         raise TypeError(
@@ -64,9 +56,6 @@ def _require_iterable(data: Any, name: str) -> None:
             f"{type(data).__name__}. For arrays: functrain.ArrayLoader((x, y), batch_size); "
             "without data: functrain.NoData(n). Call a generator function."
         )
-    if isinstance(data, list | tuple):
-        # The other batches are checked when they are fetched.
-        require_no_number_lists(data[0], f"{name}: batch 0", (list,))
 
 
 class LoaderBatches(Batches):
@@ -75,28 +64,25 @@ class LoaderBatches(Batches):
     Args:
       loader: The loader.
       name: The argument that it was passed as, for errors.
+      steps_before: Steps before those of this run.
     """
 
     can_seek = True
 
-    def __init__(self, loader: SeekableLoader, name: str = "data") -> None:
+    def __init__(self, loader: SeekableLoader, name: str = "data", steps_before: int = 0) -> None:
         self.data: SeekableLoader = loader
         self.name = name
         self.steps: int = len(loader)
+        self.full_steps: int = min(loader.full_batches, self.steps)
+        # After a part of an epoch, the next epoch begins with a new order.
+        self.epochs_before = -(-steps_before // self.steps)
         self._epoch = self._next = 0
-        self._steps_before = 0
         # Cached, since every `peek` needs them. It also makes all full batches of a run the same
         # object, by which `Plan` recognizes them.
         self._shapes = functools.cache(loader.shapes)
         # The rest of the epoch, for a loader whose batches have to be made to know their shapes.
         self._rest: Lookahead[PyTree] | None = None
-        self._summary: Summary | None = None
-        self._example_axis = 0
-
-    @property
-    def full_steps(self) -> int:
-        """Batches of full size in an epoch."""
-        return min(self.data.full_batches, self.steps)
+        self._summary: Summary = {}
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins an epoch at one of its batches."""
@@ -115,29 +101,25 @@ class LoaderBatches(Batches):
         """Returns the next batch, or its shapes if `take` is to make it."""
         if self._next >= self.steps:
             return None
-        return self._shapes(self._examples()) if self._rest is None else self._rest.peek()
+        if self._rest is not None:
+            return self._rest.peek()
+        is_full = self._next < self.full_steps
+        return self._shapes(self.data.batch_size if is_full else self.data.remainder)
 
     def take(self, k: int, limit: int) -> Chunk:
         """Makes the next batches."""
-        loader, start, examples = self.data, self._next, self._examples()
+        loader, start = self.data, self._next
         # A smaller last batch has a chunk to itself.
         steps = max(1, min(limit, self.full_steps - start))
         if self._rest is not None:
-            # A transform may drop examples, or add some.
-            count = example_count(self._rest.peek(), self._example_axis)
-            examples = examples if count is None else count
             batches, steps = stack_batches(self._rest.take(steps), k)
-        elif start < loader.full_batches:
+        elif start < self.full_steps:
             batches = pad_chunk(loader.chunk(self._epoch, start, steps), k)
         else:
             last = loader.batch(self._epoch, start)
             batches = pad_chunk(jax.tree.map(lambda x: x[None], last), k)
         self._next += steps
-        return Chunk(batches, k, steps, examples)
-
-    def find_examples_along(self, axis: int) -> None:
-        """Sets the axis of a batch's leaves that its examples lie along."""
-        self._example_axis = axis
+        return Chunk(batches, k, steps)
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of a full batch, and of a smaller last one."""
@@ -157,28 +139,10 @@ class LoaderBatches(Batches):
         self._summary = self.data.summary()
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
-        """Returns the number of steps before those of this run, and a few numbers of the data."""
-        return {"steps_before": self._steps_before, "data": self._summary}
+        """Returns the number of epochs before those of this run, and a few numbers of the data."""
+        return {"epochs_before": self.epochs_before, "data": self._summary}
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
-        """Restores the number of earlier steps, whatever the state of this run has counted."""
-        self._steps_before = state["steps_before"]
-        if state["data"] is None or self._summary is None:
-            return []
+        """Restores the number of earlier epochs, whatever the state of this run has counted."""
+        self.epochs_before = state["epochs_before"]
         return differences(state["data"], self._summary, "the data")
-
-    def continue_after(self, steps: int) -> None:
-        """Continues with the orders that follow a number of earlier steps.
-
-        After a part of an epoch, the next epoch begins with a new order.
-        """
-        self._steps_before = steps
-
-    @property
-    def epochs_before(self) -> int:
-        """The number of the loader's epochs before the first one of this run, rounded up."""
-        return -(-self._steps_before // self.steps)
-
-    def _examples(self) -> int:
-        is_full = self._next < self.data.full_batches
-        return self.data.batch_size if is_full else self.data.remainder

@@ -15,37 +15,25 @@ from functrain.common._types import PyTree
 _ARRAY_PROTOCOLS = ("__array__", "__array_interface__", "__array_struct__", "numpy")
 
 
-def host_arrays(data: PyTree) -> PyTree:
-    """Converts every leaf of a pytree to a NumPy array.
-
-    Raises:
-      TypeError: There is a list of numbers, or a leaf is a masked array, or has a dtype that jax
-        does not support.
-    """
-    require_no_number_lists(data, "data")
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _to_numpy(leaf, lambda: f" at {_tree.path_str(path)}"), data
-    )
-
-
-def host_batch(batch: PyTree, label: str) -> PyTree:
-    """Converts tensors of other libraries to NumPy arrays; arrays of jax are kept.
+def host_batch(batch: PyTree, label: str = "") -> PyTree:
+    """Converts everything else to NumPy arrays; arrays of jax are kept.
 
     Args:
       batch: A pytree.
       label: Names the batch in errors, such as "batch 0 of epoch 1 of data".
+
+    Raises:
+      TypeError: A leaf is a masked array, or has a dtype that jax does not support.
     """
 
+    def location(leaf: Any) -> str:
+        path = next(path for path, x in _tree.leaves_with_path(batch) if x is leaf)
+        return f" at {path}" + f" of {label}" * bool(label)
+
     def convert(leaf: Any) -> Any:
-        if isinstance(leaf, jax.Array):
-            return leaf
-        return _to_numpy(leaf, lambda: f" at {_path_of(leaf, batch)} of {label}")
+        return leaf if isinstance(leaf, jax.Array) else _to_numpy(leaf, lambda: location(leaf))
 
     return jax.tree.map(convert, batch)
-
-
-def _path_of(leaf: Any, batch: PyTree) -> str:
-    return next(path for path, x in _tree.leaves_with_path(batch) if x is leaf)
 
 
 def _to_numpy(leaf: Any, location: Callable[[], str]) -> np.ndarray:

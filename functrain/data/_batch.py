@@ -7,22 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
-from functrain.common._checks import is_number, require
+from functrain.common._checks import require
 from functrain.common._types import PyTree
 
 Part: TypeAlias = str | Callable[[PyTree], PyTree]
 """A part of a batch: a key, a path such as ``"text/tokens"``, or a function of the batch."""
-
-
-def require_parts(**parts: Any) -> None:
-    """Raises TypeError for an argument that is given, but cannot select a part of a batch."""
-    for argument, part in parts.items():
-        is_part = part is None or isinstance(part, str) or callable(part)
-        expected = "a key, a path such as 'text/tokens', or a function of the batch"
-        require(is_part, argument, expected, part, _FUNCTION_OF_BATCH, error=TypeError)
-
-
-_FUNCTION_OF_BATCH = "A function selects from any batch, such as lambda batch: batch[0]."
 
 
 def select(batch: PyTree, part: Part, argument: str) -> PyTree:
@@ -41,11 +30,11 @@ def select(batch: PyTree, part: Part, argument: str) -> PyTree:
     # A key may contain a slash itself.
     is_key = isinstance(batch, Mapping) and part in batch
     selected: Any = batch
-    for key in [part] if is_key else part.split("/"):
+    for key in [part] if is_key else str(part).split("/"):
         is_dict = isinstance(selected, Mapping)
         got = sorted(map(str, selected)) if is_dict else selected
-        has_key = is_dict and key in selected
-        require(has_key, argument, f"{part!r} in the batch", got, _FUNCTION_OF_BATCH)
+        advice = "A function selects from any batch, such as lambda batch: batch[0]."
+        require(is_dict and key in selected, argument, f"{part!r} in the batch", got, advice)
         selected = selected[key]
     return selected
 
@@ -61,18 +50,6 @@ def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
             "dict: supervised(model, loss, inputs='image', labels='label')."
         )
     return batch[0], batch[1], batch[2] if len(batch) == 3 else None
-
-
-def require_batch(batch: PyTree) -> None:
-    """Raises TypeError if an argument is not one batch: a loader or a generator, for instance.
-
-    Every leaf of a batch is an array, the shape of one, or a number.
-    """
-    expected = "one batch, a pytree of arrays"
-    advice = "Take loader.batch(0, 0) from an ArrayLoader, next(iter(data)) from other data."
-    for leaf in jax.tree.leaves(batch):
-        is_valid = _tree.is_array(leaf) or is_number(leaf)
-        require(is_valid, "batch", expected, leaf, advice, error=TypeError)
 
 
 def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:

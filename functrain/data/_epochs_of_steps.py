@@ -3,10 +3,10 @@
 from typing import Any
 
 from functrain.common._types import PyTree
-from functrain.data._batches import Batches, Chunk, ShortPassError, WrappedBatches
+from functrain.data._batches import Batches, Chunk, ShortPassError
 
 
-class EpochsOfSteps(WrappedBatches):
+class EpochsOfSteps(Batches):
     """Epochs with the same number of batches, over as many passes over the data as it takes.
 
     A smaller batch at the end of a pass counts as one batch.
@@ -15,18 +15,27 @@ class EpochsOfSteps(WrappedBatches):
       batches: The batches of the data, which may be endless.
       steps: Batches in each epoch. None makes one epoch, which lasts to the end of the training.
       total: Batches in the training, if the caller counts them.
+      steps_before: Data that can seek continue after this number of earlier steps.
 
     Attributes:
       steps: Batches in each epoch.
+      full_steps: The most batches of full size that follow one another within an epoch.
       total: As passed.
     """
 
-    def __init__(self, batches: Batches, steps: int | None, total: int | None = None) -> None:
-        super().__init__(batches)
+    def __init__(
+        self,
+        batches: Batches,
+        steps: int | None,
+        total: int | None = None,
+        steps_before: int = 0,
+    ) -> None:
+        self._inner, self.data, self.name = batches, batches.data, batches.name
+        self.can_seek, self.is_iterator = batches.can_seek, batches.is_iterator
         self.total, self._steps_per_epoch = total, steps
         length = total if steps is None else steps
         assert length is not None, "expected the steps of an epoch or of the training"
-        self.steps: int = length
+        self._set_length(length)
         # The first epoch of this length, and the batches before it.
         self._first_epoch = self._first_step = 0
         # The number of the current pass over the data, None before the first one, and the batches
@@ -35,12 +44,12 @@ class EpochsOfSteps(WrappedBatches):
         self._taken = 0
         # Batches of the epoch that are still to be taken.
         self._remaining = 0
-        self._steps_before = 0
+        # Counted here, not by the inner batches, whose passes are numbered from the first step.
+        self._steps_before = steps_before if self.can_seek else 0
 
-    @property
-    def full_steps(self) -> int:
-        """The most batches of full size that follow one another within an epoch."""
-        return min(self._inner.full_steps or self.steps, self.steps)
+    def _set_length(self, steps: int) -> None:
+        self.steps: int = steps
+        self.full_steps = min(self._inner.full_steps or steps, steps)
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins an epoch; data that cannot seek continue where the previous one ended."""
@@ -87,6 +96,14 @@ class EpochsOfSteps(WrappedBatches):
         self._taken += chunk.steps
         return chunk
 
+    def first(self) -> PyTree | None:
+        """Returns the first batch of the data, or its shapes; None if there is none."""
+        return self._inner.first()
+
+    def known_shapes(self) -> list[PyTree]:
+        """Returns the shapes of batches of the data that are known without a fetch."""
+        return self._inner.known_shapes()
+
     def fingerprint(self) -> dict[str, Any]:
         """Returns properties that distinguish these data from others."""
         return {**self._inner.fingerprint(), "steps_per_epoch": self._steps_per_epoch}
@@ -109,9 +126,13 @@ class EpochsOfSteps(WrappedBatches):
         if epoch_is_over and step < self.total:
             epoch, batch = epoch + 1, 0
         self._first_epoch, self._first_step = epoch, step - batch
-        self.steps = self.total - self._first_step
+        self._set_length(self.total - self._first_step)
         # More steps were taken than the training has: it ended before this epoch.
         return epoch if step > self.total else epoch + 1
+
+    def track(self) -> None:
+        """Begins to track the position in the data."""
+        self._inner.track()
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
         """Returns the number of the pass, the batches taken in it, and the data's position."""
@@ -134,16 +155,6 @@ class EpochsOfSteps(WrappedBatches):
         if not changed:
             self._begin_pass(*position)
         return changed
-
-    def continue_after(self, steps: int) -> None:
-        """Makes a loader continue with the batches that follow a number of earlier steps."""
-        # Counted here, not by the inner batches, whose passes are numbered from the first step.
-        self._steps_before = steps if self.can_seek else 0
-
-    @property
-    def epochs_before(self) -> int:
-        """Always 0: these epochs are not the epochs of a loader."""
-        return 0
 
     def require_epochs(self, epochs: int) -> None:
         """Does nothing: an iterator may last for several of these epochs."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 
-from functrain.common import _repr, _tree
+from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._arrays import host_batch, require_no_number_lists
-from functrain.data._batch import example_count
-from functrain.data._batches import Batches, Chunk, ShortPassError, batch_signature, shapes
+from functrain.data._batches import Batches, Chunk, ShortPassError, shapes
 from functrain.data._iterator_position import IteratorPosition, position
 from functrain.data._lookahead import Lookahead
 from functrain.data._same_data import Summary, differences, summary
@@ -36,15 +36,14 @@ class IteratorBatches(Batches):
         self.is_iterator = isinstance(data, Iterator)
         # Data without a length raise either of these.
         with contextlib.suppress(TypeError, NotImplementedError):
-            self.steps = len(data)
+            self.steps = self.full_steps = len(data)
+        require(self.steps != 0, name, "at least one batch", data)
         self._batches: Lookahead[PyTree] = Lookahead(())
         # True after `first` or `restore`, until `begin` continues there.
         self._is_open = False
         # The shapes of the run's first batch.
         self._full_shapes: PyTree | None = None
-        self._example_axis = self._epoch = 0
-        # True to warn, once, of batches whose number of examples is not known.
-        self._warns_of_examples = False
+        self._epoch = 0
         self._position = IteratorPosition(data)
         self._last_summary: Summary = {}
 
@@ -80,14 +79,9 @@ class IteratorBatches(Batches):
 
     def take(self, k: int, limit: int) -> Chunk:
         """Copies the next batches that can be stacked into a chunk."""
-        examples = self._count_examples(self._batches.peek())
         batches, steps = stack_batches(self._batches.take(limit), k)
         self._position.taken += steps
-        return Chunk(batches, k, steps, examples)
-
-    def find_examples_along(self, axis: int) -> None:
-        """Sets the axis of a batch's leaves that its examples lie along."""
-        self._example_axis, self._warns_of_examples = axis, True
+        return Chunk(batches, k, steps)
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the first and last batch of a list; of other data, the run's first batch."""
@@ -174,36 +168,17 @@ class IteratorBatches(Batches):
             # Once a pass is enough: looking at every leaf takes time.
             if number == first:
                 require_no_number_lists(batch, f"{self.name}: batch {number}", (list,))
-            if batch is None:
-                # `peek` returns None at the end of an epoch, so None cannot be a batch.
-                raise TypeError(
-                    f"{self.name}: expected batches, got None as batch {number} of epoch "
-                    f"{self._epoch}. A batch without arrays is an empty tuple, ()."
-                )
-            arrays = host_batch(batch, f"batch {number} of epoch {self._epoch} of {self.name}")
+            label = f"batch {number} of epoch {self._epoch} of {self.name}"
+            # `peek` returns None at the end of an epoch, so None cannot be a batch.
+            advice = "A batch without arrays is an empty tuple, ()."
+            require(batch is not None, label, "a batch", None, advice, error=TypeError)
+            arrays = host_batch(batch, label)
             if self._full_shapes is None:
                 self._full_shapes = shapes(arrays)
             if number == first:
                 self._position.record_first(arrays)
             yield arrays
         self._position.ended = True
-
-    def _count_examples(self, batch: PyTree) -> int:
-        """Returns the number of examples of a batch, and warns once if it cannot be known."""
-        count = example_count(batch, self._example_axis)
-        if count is not None:
-            return count
-        is_equal = batch_signature(batch) == batch_signature(self._full_shapes)
-        if not is_equal and self._warns_of_examples:
-            self._warns_of_examples = False
-            warn(
-                f"{self.name}: the batches differ in shape, and their arrays share no axis of "
-                f"examples, so every batch counts once in the means of an epoch:\n"
-                f"{_tree.format_leaves(batch)}\nReturn the number that the loss was divided by, "
-                "Aux(model_state, weight=number); or let the step close over arrays that are the "
-                "same in all batches."
-            )
-        return 1
 
     def _compare_first(self, first: dict[str, Any]) -> list[str]:
         """Compares the run's first batch with the one that its initial state yields now."""
@@ -212,22 +187,20 @@ class IteratorBatches(Batches):
         except Exception as error:
             # A loader of another version, or with other settings, may raise any error.
             return [f"the saved state of the data was rejected: {type(error).__name__}: {error}"]
-        if summary_now is None:
-            return ["batches: saved with some, now none"]
         changed = differences(first["batch"], summary_now, "the first batch")
         # If two passes from one state differ from each other, the data are not other data: they
         # are random.
         if changed and summary_now != self._first_summary(first["state"]):
             warn(
-                f"{self.name}: {_repr.class_with_article(self.data)} gives other numbers each "
+                f"{self.name}: {type(self.data).__name__} gives other numbers each "
                 "time, even from the same state: it draws random numbers that are not part of its "
                 "state. The run resumes, but not bit for bit.",
             )
             return []
         return changed
 
-    def _first_summary(self, state: Any) -> Summary | None:
-        """Returns a summary of the batch that comes after a state; None if there is none."""
+    def _first_summary(self, state: Any) -> Summary:
+        """Returns a summary of the batch that comes after a state; empty if there is none."""
         self._open(0, 0, position(state))
         self.peek()
         return self._position.first_seen
@@ -239,21 +212,16 @@ class IteratorBatches(Batches):
         is_list = isinstance(self.data, list | tuple)
         if first and batch and not is_list and not saved["ended"]:
             warn(
-                f"{self.name}: {_repr.class_with_article(self.data)} does not report its position. "
+                f"{self.name}: {type(self.data).__name__} does not report its position. "
                 f"Its first {batch} batches are fetched again and skipped; the batches after them "
                 "are the same only if it yields the same batches in every pass.",
             )
         self._open(epoch, batch, saved)
         self.peek()
-        summary_now = self._position.first_seen
+        # Nothing is fetched if the epoch was over.
+        summary_now = first if saved["ended"] else self._position.first_seen
         # The numbers of a generator may differ in every pass, which the warning has mentioned.
-        # Nothing was fetched if the epoch was over.
-        return differences(
-            first,
-            first if summary_now is None else summary_now,
-            "the first batch",
-            compares_numbers=is_list,
-        )
+        return differences(first, summary_now, "the first batch", compares_numbers=is_list)
 
 
 def _kinds(batch: PyTree) -> Any:

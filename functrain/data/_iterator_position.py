@@ -35,7 +35,7 @@ class IteratorPosition:
       ended: True if the pass has no more batches.
       saved: The last position: `state`, None if the data have none; `batch`, the number of batches
         taken; `ended`.
-      first_seen: A summary of the first batch fetched in this pass.
+      first_seen: A summary of the first batch fetched in this pass; empty before.
       run_start: The `state` before the run's first batch, and a summary of that `batch`.
     """
 
@@ -45,12 +45,12 @@ class IteratorPosition:
         self._methods_of_data = self._methods = _state_methods(data)
         self.saved = position()
         self.taken, self.ended = 0, False
-        self.first_seen: Summary | None = None
+        self.first_seen: Summary = {}
         self.run_start: dict[str, Any] | None = None
 
     def begin(self, saved: dict[str, Any]) -> Iterator[Any]:
         """Begins a pass at a saved position."""
-        self.taken, self.ended, self.first_seen = saved["batch"], saved["ended"], None
+        self.taken, self.ended, self.first_seen = saved["batch"], saved["ended"], {}
         has_state = saved["state"] is not None
         # A loader of torchdata takes a state before it is iterated, an iterator of grain after.
         if self._methods_of_data is not None and has_state:

@@ -8,12 +8,11 @@ import jax
 import numpy as np
 
 from functrain.common import _repr, _tree
-from functrain.common._arguments import accepts
-from functrain.common._checks import is_integer, require, require_one_of
+from functrain.common._checks import is_integer, require, require_integer, require_one_of
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import is_cheap_to_read, require_integers_fit
 from functrain.data import _stack
-from functrain.data._arrays import host_arrays, host_batch
+from functrain.data._arrays import host_batch, require_no_number_lists
 from functrain.data._same_data import Summary, summary
 from functrain.rewrites._compile import jit_without_arithmetic
 
@@ -83,6 +82,51 @@ class SeekableLoader(abc.ABC):
         return {}
 
 
+class NoData(SeekableLoader):
+    """Epochs without data: a number of steps, whose batches are ``()``.
+
+    For steps that make their own examples, as in reinforcement learning or sampling.
+
+    Args:
+      steps: Steps in an epoch.
+
+    Raises:
+      ValueError: `steps` is below 1.
+
+    Examples:
+      >>> import functrain as ft
+      >>> state, _ = ft.fit(0, lambda count, batch: (count + 1, {}), NoData(5), epochs=2, verbose=0)
+      >>> print(state)
+      10
+    """
+
+    batch_size = 1
+    drop_remainder = False
+
+    def __init__(self, steps: int) -> None:
+        require_integer("steps", steps)
+        self.examples = int(steps)
+
+    def __repr__(self) -> str:
+        return f"NoData({self.examples})"
+
+    def batch(self, epoch: int, index: int) -> PyTree:
+        """Returns an empty batch."""
+        return ()
+
+    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
+        """Returns empty batches."""
+        return ()
+
+    def shapes(self, examples: int) -> PyTree:
+        """Returns an empty batch."""
+        return ()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the number of steps in an epoch."""
+        return {"data": "NoData", "batches": self.examples}
+
+
 class ArrayLoader(SeekableLoader):
     """Divides a pytree of arrays into batches, which can be accessed in any order.
 
@@ -128,7 +172,7 @@ class ArrayLoader(SeekableLoader):
         integers to 32 bits. Arrays that are memory-mapped, or windows of other arrays, are checked
         chunk by chunk instead.
       TypeError: A leaf is a list of numbers, a dataset that is read item by item, or has a dtype
-        that jax does not support; or `transform` does not take two arguments.
+        that jax does not support.
 
     Examples:
       >>> loader = ArrayLoader({"x": np.arange(10)}, batch_size=4)
@@ -157,7 +201,8 @@ class ArrayLoader(SeekableLoader):
         transform: Callable[[PyTree, np.random.Generator], PyTree] | None = None,
     ) -> None:
         require_one_of("placement", placement, ("host", "device"))
-        self.data = host_arrays(data)
+        require_no_number_lists(data, "data")
+        self.data = jax.tree.map(np.asarray, host_batch(data))
         self.examples = _common_length(self.data)
         # An array here is a common mistake: ArrayLoader(x, y).
         advice = "Pass ArrayLoader((x, y), batch_size)."
@@ -165,9 +210,6 @@ class ArrayLoader(SeekableLoader):
         if drop_remainder:
             expected = f"1 to {self.examples}, the number of examples, with drop_remainder=True"
             require(batch_size <= self.examples, "batch_size", expected, batch_size)
-        is_transform = transform is None or (callable(transform) and accepts(transform, 2))
-        expected = "a function transform(batch, rng) -> batch"
-        require(is_transform, "transform", expected, transform, error=TypeError)
         is_possible, advice = transform is None or placement == "host", "Do it in the step."
         require(is_possible, "placement", "'host' with a transform", placement, advice)
         is_seed = is_integer(seed, 0) and seed < 2**64

@@ -12,7 +12,7 @@ from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._gather import gather_from_processes
 from functrain.common._types import PyTree
-from functrain.data._batches import Batches, Chunk, WrappedBatches
+from functrain.data._batches import Batches, Chunk
 
 
 class Local:
@@ -151,7 +151,7 @@ def local(data: Any, sharding: NamedSharding) -> Local:
     return Local(data, sharding)
 
 
-class LocalBatches(WrappedBatches):
+class LocalBatches(Batches):
     """Global batches, assembled from the batches of each process.
 
     Before each chunk the processes compare how many batches they have. Otherwise a process with
@@ -163,8 +163,14 @@ class LocalBatches(WrappedBatches):
     """
 
     def __init__(self, local_batches: Batches, local: Local) -> None:
-        super().__init__(local_batches)
-        self._local = local
+        self._inner, self._local = local_batches, local
+        self.data, self.name = local_batches.data, local_batches.name
+        self.steps, self.full_steps = local_batches.steps, local_batches.full_steps
+        self.can_seek, self.is_iterator = local_batches.can_seek, local_batches.is_iterator
+
+    def begin(self, epoch: int, batch: int = 0) -> None:
+        """Begins an epoch at one of its batches."""
+        self._inner.begin(epoch, batch)
 
     def peek(self) -> PyTree | None:
         """Returns the shapes of the next batch; None if no process has one."""
@@ -179,10 +185,7 @@ class LocalBatches(WrappedBatches):
         """Returns a chunk of the next global batches."""
         chunk = self._inner.take(k, limit)
         self._local.require_same(self.name, chunk.steps, chunk.batches)
-        return chunk._replace(
-            batches=self._local.put(chunk.batches),
-            examples=chunk.examples * self._local.processes,
-        )
+        return chunk._replace(batches=self._local.put(chunk.batches))
 
     def first(self) -> PyTree | None:
         """Returns the shapes of the first batch; None if no process has one."""
@@ -198,6 +201,10 @@ class LocalBatches(WrappedBatches):
         """Returns the number of batches and of processes."""
         # `restore` compares the part of each process, which may differ from that of the others.
         return {"data": "local", "batches": self.steps, "processes": self._local.processes}
+
+    def track(self) -> None:
+        """Begins to track the position in the part of this process."""
+        self._inner.track()
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any]:
         """Returns the position of each process."""

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Generic, TypeVar
 
-from functrain.data._batches import batch_signature
+from functrain.common._tree import signature as signature_of
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ class Lookahead(Generic[T]):
     """
 
     def __init__(
-        self, items: Iterable[T], signature: Callable[[T], Hashable] = batch_signature
+        self, items: Iterable[T], signature: Callable[[T], Hashable] = signature_of
     ) -> None:
         self._items, self._signature = iter(items), signature
         # An item that was fetched and not taken yet, or the error that comes after the items.

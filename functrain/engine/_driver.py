@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
-from functrain.data._batches import Chunk, batch_signature
+from functrain.data._batches import Chunk
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_carry, strong
 from functrain.engine._placement import sharding_of_scalars
@@ -118,7 +118,7 @@ class Driver:
     def _compare_program(self, compiled: Program, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError unless the other processes are about to run the same program."""
         # A program is compiled for each shape of batches.
-        key = compiled, batch_signature(args[1])
+        key = compiled, _tree.signature(args[1])
         if key not in self._compared_programs:
             # Costs no second lowering: jax keeps the one that the call needs (checked with 0.10.1
             # and 0.12.0).

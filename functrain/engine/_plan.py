@@ -14,7 +14,7 @@ from functrain.common import _tree
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
-from functrain.data._batches import Batches, BatchSignature, Chunk, batch_signature, shapes
+from functrain.data._batches import Batches, Chunk, shapes
 from functrain.engine._position import Position
 from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.targets._chips import Chip, machine_memory
@@ -96,7 +96,7 @@ class Plan:
         self.first: Group | None = None
         self.latest: Group | None = None
         self.is_mixed = False
-        self._groups: dict[BatchSignature, Group] = {}
+        self._groups: dict[Any, Group] = {}
         self._first_batch: PyTree = None
 
     def group_of(self, batch: PyTree, name: str = "data") -> Group:
@@ -109,7 +109,7 @@ class Plan:
         # Loaders return one object for all batches of full size, and a signature takes time.
         if self.first is not None and batch is self._first_batch:
             return self.first
-        signature = batch_signature(batch)
+        signature = _tree.signature(batch)
         if signature not in self._groups:
             group = self._groups[signature] = Group(self._choose_k(batch))
             if self.first is None:

@@ -10,7 +10,6 @@ import numpy as np
 
 from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
-from functrain.data._batch import require_batch
 from functrain.engine._guards import tracing_guards
 from functrain.inspect._not_finite import (
     NotFinite,
@@ -56,7 +55,6 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
       log | -inf in 1 of 2 | float32[2]: 0 to 1
     """
     check_step(step)
-    require_batch(batch)
     state = traits_of(step).wrap_state(state)
     search, inputs = Search(), []
     # The leaves in the order of the step's arguments. jax would sort the keys of a plain dict.

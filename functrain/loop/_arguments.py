@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from functrain.common import _tree
-from functrain.common._checks import is_integer, require, require_integer
+from functrain.common._checks import is_integer, require, require_integer, require_untraced
 from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree, traits_of
 from functrain.data._adapt import as_batches
@@ -20,7 +20,7 @@ from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
 from functrain.engine._processes import require_same_run
 from functrain.engine._trigger import Trigger, require_triggers
-from functrain.loop._require import require_all_examples, require_state, require_training_step
+from functrain.loop._require import require_all_examples, require_training_step
 from functrain.rewrites import Mode
 
 
@@ -69,14 +69,12 @@ def run_arguments(
     **options: Any,
 ) -> RunArguments:
     """Checks and converts the arguments of `run` and `fit`; `options` are the other fields."""
-    require_state(state)
+    require_untraced("state", state)
     require_training_step(step)
-    batches, epochs, position = _epochs(data, epochs, steps, steps_per_epoch, start)
-    if start is None:
-        # A later run of the same state sees new orders of the data. A position implies its order.
-        batches.continue_after(steps_taken(state))
+    # A later run of the same state sees new orders of the data. A position implies its order.
+    steps_before = steps_taken(state) if start is None else 0
+    batches, epochs, position = _epochs(data, epochs, steps, steps_per_epoch, start, steps_before)
     traits_of(step).require_data(batches.data, batches.name)
-    batches.find_examples_along(traits_of(step).example_axis())
     if batches.steps and position.batch >= batches.steps:
         expected = f"at most {batches.steps} batches in an epoch of {batches.name}"
         advice = "functrain.Position.from_step(step, steps_per_epoch) divides steps into epochs."
@@ -121,18 +119,20 @@ def _epochs(
     steps: int | None,
     steps_per_epoch: int | None,
     start: Position | None,
+    steps_before: int,
 ) -> tuple[Batches, int, Position]:
     """Returns the batches, the number of epochs and the first position."""
-    batches, position = as_batches(data), require_position(start)
+    position = require_position(start)
     if steps_per_epoch is not None:
         require_integer("steps_per_epoch", steps_per_epoch)
     if steps is None:
         epochs = 1 if epochs is None else epochs
         require_integer("epochs", epochs, 0)
         if steps_per_epoch is None:
-            return batches, epochs, position
+            return as_batches(data, steps_before=steps_before), epochs, position
         first = Position.from_step(position.step, steps_per_epoch)
-        return EpochsOfSteps(batches, int(steps_per_epoch)), epochs, first
+        batches = EpochsOfSteps(as_batches(data), int(steps_per_epoch), steps_before=steps_before)
+        return batches, epochs, first
     if epochs is not None:
         raise ValueError(
             f"epochs and steps: expected one of them, got {epochs!r} and {steps!r}. Both are "
@@ -142,7 +142,7 @@ def _epochs(
     interval = steps if steps_per_epoch is None else steps_per_epoch
     expected = f"a number that divides steps={steps}"
     require(steps % interval == 0, "steps_per_epoch", expected, steps_per_epoch)
-    batches = EpochsOfSteps(batches, steps_per_epoch, int(steps))
+    batches = EpochsOfSteps(as_batches(data), steps_per_epoch, int(steps), steps_before)
     return batches, steps // interval, Position.from_step(position.step, interval)
 
 

@@ -8,7 +8,6 @@ import jax
 from functrain.common import _tree
 from functrain.common._log_values import to_values
 from functrain.common._types import PyTree
-from functrain.data._batches import batch_signature
 from functrain.engine import _placement
 from functrain.engine._driver import Driver, copy_arrays
 from functrain.engine._guards import tracing_guards
@@ -189,4 +188,4 @@ def _trace(step: MeteredStep, state: PyTree, batch: PyTree) -> None:
         # What is cached is that there was no error.
         return lambda: None
 
-    cached_program(step, ("trace", _tree.signature(state), batch_signature(batch)), build)
+    cached_program(step, ("trace", _tree.signature(state), _tree.signature(batch)), build)

@@ -11,6 +11,7 @@ import jax
 from functrain.common import _tree
 from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree, traits_of
+from functrain.data._batch import example_count
 from functrain.data._batches import Chunk
 from functrain.distributed._stopping import StopAgreement
 from functrain.engine import _placement
@@ -170,7 +171,8 @@ class Loop:
         return ChunkEnd(
             **self._event_fields(),
             steps=chunk.steps,
-            examples=chunk.examples,
+            # Batches whose arrays share no axis of examples have equal weights.
+            examples=example_count(chunk.batches, 1 + traits_of(self.step).example_axis()) or 1,
             rows=rows,
             batch_info=chunk.batch_info,
             _done=self.driver.done,

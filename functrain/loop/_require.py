@@ -3,7 +3,7 @@
 from typing import Any
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import is_number, require, require_not_forked, require_untraced
+from functrain.common._checks import is_number, require, require_untraced
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
 from functrain.data._batches import Batches
@@ -15,21 +15,9 @@ from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 
 
-def require_state(state: PyTree) -> None:
-    """Raises an error for a state whose values cannot be used here.
-
-    Raises:
-      RuntimeError: The process was forked after jax had been used.
-      TypeError: jax is tracing the function that calls the loop.
-    """
-    # A forked child would hang in its first program instead of raising an error.
-    require_not_forked()
-    require_untraced("state", state)
-
-
 def require_constant(state: PyTree) -> None:
     """Raises an error unless a state can be a constant of a program: arrays and numbers only."""
-    require_state(state)
+    require_untraced("state", state)
     require_integers_fit(state, "state")
     for path, leaf in _tree.leaves_with_path(state):
         is_valid = _tree.is_array(leaf) or is_number(leaf)
@@ -74,14 +62,13 @@ def require_eval_step(step: Any) -> None:
 
 def require_all_examples(batches: Batches) -> None:
     """Raises ValueError if a loader drops examples that should be measured or predicted."""
+    advice = (
+        "Make one with drop_remainder=False: the smaller last batch is weighted by its examples, "
+        "and need not divide over the devices."
+    )
     dropped = getattr(batches.data, "dropped", 0)
-    if dropped:
-        raise ValueError(
-            f"{batches.name}: expected all of the data, got "
-            f"{_repr.class_with_article(batches.data)} that drops the remainder, {dropped:,} "
-            "examples. Make one with drop_remainder=False: the smaller last batch is weighted by "
-            "its examples, and need not divide over the devices."
-        )
+    expected = f"all of the data, not a loader that drops {dropped:,} examples"
+    require(not dropped, batches.name, expected, batches.data, advice)
 
 
 def require_batches(count: int, place: str = "", *, name: str = "data") -> None:

@@ -16,7 +16,6 @@ from functrain.data._batch import (
     example_count,
     expand_weight,
     require_example_count,
-    require_parts,
     select,
 )
 
@@ -121,9 +120,6 @@ def mean(
         values where it is True count, such as the returns of episodes that have ended. Other values
         may be NaN. The mean of no values is NaN.
 
-    Raises:
-      TypeError: `labels` is neither a text nor a function.
-
     Examples:
       >>> import jax.numpy as jnp
       >>> from functrain import Aux
@@ -136,7 +132,6 @@ def mean(
       >>> print(returns.compute(returns.update(returns.init(), (), aux, None)))
       30.0
     """
-    require_parts(labels=labels)
 
     def update(m: _Sum, batch: PyTree, aux: Any, loss: jax.Array) -> _Sum:
         outputs = aux.outputs

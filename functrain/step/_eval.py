@@ -10,7 +10,7 @@ from functrain.common import _tree
 from functrain.common._arguments import accepts
 from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
-from functrain.data._batch import Part, require_parts, select
+from functrain.data._batch import Part, select
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model, require_model
 from functrain.step._check import (
@@ -130,7 +130,7 @@ def predict_step(model: Model, *, inputs: Part | None = None) -> Step[TrainState
         whole batch.
 
     Raises:
-      TypeError: `model` is not a Model, or `inputs` is neither a text nor a function.
+      TypeError: `model` is not a Model.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -145,7 +145,6 @@ def predict_step(model: Model, *, inputs: Part | None = None) -> Step[TrainState
       (2, 1)
     """
     require_model(model)
-    require_parts(inputs=inputs)
 
     def step(state: TrainState, batch: PyTree, /) -> tuple[TrainState, PyTree]:
         x = batch if inputs is None else select(batch, inputs, "inputs")

@@ -11,7 +11,7 @@ import optax
 from functrain.common import _tree
 from functrain.common._checks import require, require_one_of
 from functrain.common._types import PyTree
-from functrain.data._batch import Part, expand_weight, require_parts, select, unpack
+from functrain.data._batch import Part, expand_weight, select, unpack
 from functrain.model._model import Model, ModelOutput, require_model
 from functrain.step._loss import Aux, LossFn
 
@@ -48,8 +48,7 @@ def supervised(
       A LossFn. The mean is computed in float32 or wider, whatever the dtype of the outputs.
 
     Raises:
-      TypeError: `model` is not a Model, a part is neither a text nor a function, or `loss` is a
-        Keras loss, which takes the labels first.
+      TypeError: `model` is not a Model, or `loss` is a Keras loss, which takes the labels first.
       ValueError: `reduction="weighted_mean"` is combined with a loss of `bridge.loss`, or only one
         of `inputs` and `labels` is given. (When traced) the batch is not a tuple of two or three or
         lacks a part, the losses have other axes than the outputs, or sample weights do not fit the
@@ -87,7 +86,6 @@ def supervised(
     is_valid = with_weight is None or reduction == "mean"
     expected = "'mean' with a loss of bridge.loss, which has a reduction of its own"
     require(is_valid, "reduction", expected, reduction)
-    require_parts(inputs=inputs, labels=labels, sample_weight=sample_weight)
     has_parts = inputs is not None and labels is not None
     has_no_part = inputs is None and labels is None and sample_weight is None
     expected = "inputs and labels together, the parts of a batch that is no tuple"

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import functrain as ft
+from functrain.common._tree import signature
 from functrain.data import NoData
 from functrain.data._adapt import as_batches
-from functrain.data._batches import Batches, batch_signature
+from functrain.data._batches import Batches
 from functrain.data._epochs_of_steps import EpochsOfSteps
 
 X = np.arange(23, dtype=np.float32)
@@ -30,7 +31,7 @@ ADAPTERS = {
     "iterable": lambda: as_batches(Reiterable()),
     "epochs of steps": lambda: EpochsOfSteps(as_batches(ft.ArrayLoader(X, 4)), 4),
     "epochs of steps of an iterable": lambda: EpochsOfSteps(as_batches(Reiterable()), 4),
-    "no data": lambda: NoData(6),
+    "no data": lambda: as_batches(NoData(6)),
 }
 
 
@@ -60,15 +61,15 @@ def test_batches_do_not_depend_on_how_many_are_taken_at_a_time(name: str, k: int
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_a_look_at_the_next_batch_takes_none(name: str) -> None:
     batches, others = ADAPTERS[name](), ADAPTERS[name]()
-    assert batch_signature(batches.first()) == batch_signature(batches.first())
+    assert signature(batches.first()) == signature(batches.first())
     batches.begin(0)
     others.begin(0)
     for _ in range(3):
-        assert batch_signature(batches.peek()) == batch_signature(others.peek())
+        assert signature(batches.peek()) == signature(others.peek())
     assert same(taken(batches, 3), taken(others, 3))
 
 
-@pytest.mark.filterwarnings("ignore:data. a Reiterable does not report its position")
+@pytest.mark.filterwarnings("ignore:data. Reiterable does not report its position")
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_others_go_on_from_the_position_after_every_batch(name: str) -> None:
     whole = ADAPTERS[name]()
@@ -109,7 +110,7 @@ def test_a_number_of_steps_below_one_is_refused(steps: Any) -> None:
 
 
 def test_none_as_a_batch_is_refused_with_what_stands_for_no_arrays() -> None:
-    with pytest.raises(TypeError, match=r"expected batches, got None as batch 0 .*empty tuple"):
+    with pytest.raises(TypeError, match=r"batch 0 .*: expected a batch, got None.*empty tuple"):
         ft.fit(0, lambda state, batch: (state, {}), [None], verbose=0)
     state, _ = ft.fit(0, lambda state, batch: (state + 1, {}), [()] * 3, verbose=0)
     assert int(state) == 3

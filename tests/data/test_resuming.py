@@ -163,7 +163,7 @@ def test_an_iterator_is_not_used_up_by_a_look_at_it(tmp_path: pathlib.Path) -> N
     checkpointer = left_at(tmp_path, generator(), 3, epochs=1)
     taken.clear()
     with pytest.warns(
-        UserWarning, match="a generator does not report its position. Its first 2 batch"
+        UserWarning, match="generator does not report its position. Its first 2 batch"
     ):
         result = trained(generator(), checkpointer, epochs=1)
     assert len(taken) == len(batches())
@@ -172,7 +172,7 @@ def test_an_iterator_is_not_used_up_by_a_look_at_it(tmp_path: pathlib.Path) -> N
 
 def test_other_iterables_are_fetched_again_with_a_word_about_it(tmp_path: pathlib.Path) -> None:
     checkpointer = left_at(tmp_path, Opaque(), 7)
-    with pytest.warns(UserWarning, match="an Opaque does not report its position. Its first 2"):
+    with pytest.warns(UserWarning, match="Opaque does not report its position. Its first 2"):
         result = trained(Opaque(), checkpointer)
     assert bits(result) == bits(trained(Opaque()))
 
@@ -240,7 +240,7 @@ def test_other_data_are_refused_before_anything_is_done(
     assert checkpointer.steps() == [1]
 
 
-@pytest.mark.filterwarnings("ignore:data. an Opaque does not report")
+@pytest.mark.filterwarnings("ignore:data. Opaque does not report")
 def test_other_batches_of_an_iterable_are_refused(tmp_path: pathlib.Path) -> None:
     left_at(tmp_path, Opaque(), 3)
     with pytest.raises(CheckpointMismatchError, match=r"first batch: saved with float32\[5, 3\]"):

@@ -5,6 +5,7 @@ import pytest
 
 import functrain as ft
 from functrain.data._adapt import as_batches
+from functrain.data._batch import example_count
 from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine._plan import (
     CHUNK_PART,
@@ -47,7 +48,7 @@ class Feed:
 
 
 def sizes(feed: Feed, *at: int) -> list[tuple[int, int]]:
-    return [(chunk.steps, chunk.examples) for chunk in feed.epoch(*at)]
+    return [(chunk.steps, example_count(chunk.batches, 1)) for chunk in feed.epoch(*at)]
 
 
 def batches(*lengths: int) -> list[np.ndarray]:
@@ -166,7 +167,10 @@ def test_a_chunk_ends_where_something_is_due(as_loader) -> None:
 
 def lengths_and_rows(feed: Feed, *at: int) -> list[tuple[int, int, int]]:
     """Returns the examples, the steps and the rows of each chunk."""
-    return [(chunk.examples, chunk.steps, len(chunk.batches)) for chunk in feed.epoch(*at)]
+    return [
+        (example_count(chunk.batches, 1), chunk.steps, len(chunk.batches))
+        for chunk in feed.epoch(*at)
+    ]
 
 
 def test_a_chunk_has_one_shape_and_a_run_of_batches_is_stacked() -> None:

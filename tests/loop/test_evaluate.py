@@ -86,7 +86,7 @@ def test_a_step_that_trains_is_refused() -> None:
 
 def test_a_loader_that_drops_examples_is_refused_for_evaluation() -> None:
     dropping = ft.ArrayLoader((X, Y), 10, drop_remainder=True)
-    message = "an ArrayLoader that drops the remainder, 3 examples"
+    message = "not a loader that drops 3 examples, got ArrayLoader"
     with pytest.raises(ValueError, match=f"^data: .*{message}"):
         ft.evaluate(STATE, ft.eval_step(LOSS), dropping)
     with pytest.raises(ValueError, match=message):

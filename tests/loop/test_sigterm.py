@@ -111,7 +111,7 @@ def begun(way: str, folder: pathlib.Path, seconds: float) -> subprocess.Popen[st
 
 
 @pytest.mark.parametrize("way", ["fit", "run"])
-@pytest.mark.filterwarnings("ignore:data. a Slow does not report its position")
+@pytest.mark.filterwarnings("ignore:data. Slow does not report its position")
 def test_sigterm_saves_at_the_end_of_the_chunk_and_ends_with_143(
     way: str, tmp_path: pathlib.Path
 ) -> None:

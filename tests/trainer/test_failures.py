@@ -1,7 +1,6 @@
 """A program that fails says why, and what was trained before it is not lost."""
 
 import collections
-import sys
 from typing import Any
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from tests import fork_server
 
 X = np.arange(40, dtype=np.float32)
 LOADER = ft.ArrayLoader(X, 2)
@@ -97,26 +95,6 @@ def test_history_and_state_of_an_error_are_of_one_step() -> None:
     state, history = caught.value.fit_result
     assert len(history.steps["w"]) == 6
     assert float(state["w"]) == X[:12].sum()
-
-
-def test_a_forked_child_is_told_before_it_hangs() -> None:
-    program = """
-import os, sys, warnings, jax.numpy as jnp, numpy as np, functrain as ft
-warnings.simplefilter("ignore")
-fit = lambda: ft.fit(jnp.zeros(()), lambda s, x: (s + x.sum(), {}), [np.ones(2)], verbose=0)
-fit()
-if (child := os.fork()) == 0:
-    try:
-        fit()
-    except RuntimeError as error:
-        os._exit(7 if "spawn" in str(error) else 1)
-    os._exit(2)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-    done = fork_server.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.strip() == "7", done.stderr
 
 
 def test_an_error_while_logs_are_told_leaves_state_and_history_of_one_step() -> None:

@@ -145,7 +145,7 @@ DATA = {"loader": loader, "list": lambda: [*Batches()], "iterable": Batches}
 DATA |= {"generator": generator, "resumable": Endless}
 
 
-@pytest.mark.filterwarnings("ignore:data. a (Batches|generator) does not report its position")
+@pytest.mark.filterwarnings("ignore:data. (Batches|generator) does not report its position")
 @pytest.mark.parametrize("cuts", [[2], [5], [7, 10], [11, 13, 14, 19], [20]], ids=str)
 @pytest.mark.parametrize("kind", DATA)
 def test_a_fit_that_was_killed_is_the_one_that_never_was(kind, cuts, tmp_path) -> None:
@@ -165,7 +165,7 @@ def test_a_fit_that_was_killed_is_the_one_that_never_was(kind, cuts, tmp_path) -
     assert bits(go()) == bits(fit(DATA[kind](), steps=20, steps_per_epoch=5, **HELD_OUT))
 
 
-@pytest.mark.filterwarnings("ignore:data. a (Batches|generator) does not report its position")
+@pytest.mark.filterwarnings("ignore:data. (Batches|generator) does not report its position")
 @pytest.mark.parametrize("cut", [None, 6])
 @pytest.mark.parametrize("kind", DATA)
 def test_more_steps_without_a_length_of_epochs_continue_too(kind, cut, tmp_path) -> None:
