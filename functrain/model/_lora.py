@@ -12,7 +12,6 @@ from functrain.common._checks import (
     is_positive,
     require,
     require_integer,
-    require_no_problems,
     require_one_of,
 )
 from functrain.common._types import PyTree
@@ -129,17 +128,14 @@ def _adapted_paths(base: PyTree, patterns: Sequence[str]) -> list[str]:
       ValueError: A pattern matches no floating-point matrix.
     """
     leaves = dict(_tree.leaves_with_path(base))
-    adapted: dict[str, Any] = {}
+    matrices = [path for path, w in leaves.items() if _is_matrix(w)]
     for pattern in patterns:
         _patterns.require_match("patterns", pattern, leaves)
-        matches = {path: w for path, w in leaves.items() if _patterns.matches(pattern, path)}
-        matrices = {path: w for path, w in matches.items() if _is_matrix(w)}
-        expected = f"a pattern of floating-point arrays with two axes or more for {pattern!r}"
+        has_adapters = any(_patterns.matches(pattern, path) for path in matrices)
+        expected = "a pattern of floating-point arrays with two axes or more"
         advice = "Integers and vectors are frozen, but have no adapters."
-        problems = "" if matrices else _tree.format_leaves(matches)
-        require_no_problems("patterns", problems, expected, advice)
-        adapted |= matrices
-    return [path for path in leaves if path in adapted]
+        require(has_adapters, "patterns", expected, pattern, advice)
+    return [path for path in matrices if _patterns.any_matches(patterns, path)]
 
 
 def _is_matrix(x: Any) -> bool:

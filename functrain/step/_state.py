@@ -94,10 +94,8 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
             "The optimizer trains all params. Put other arrays into model_state; train a complex "
             "array as two, its real and its imaginary part."
         )
-        for path, leaf in _tree.leaves_with_path(params):
-            is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
-            expected = "a floating-point array"
-            require(is_float, f"params/{path}", expected, leaf, advice, error=TypeError)
+        others = _tree.format_leaves(params, lambda x: not jnp.issubdtype(x.dtype, jnp.floating))
+        require_no_problems("params", others, "floating-point arrays", advice, error=TypeError)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             params=(),

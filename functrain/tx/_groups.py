@@ -58,7 +58,15 @@ def param_groups(
     partition = optax.partition(by_name, label_params)
 
     def init(params: PyTree) -> PyTree:
-        _require_full_partition(transformations, list(dict(_tree.leaves_with_path(params))))
+        paths = [path for path, _ in _tree.leaves_with_path(params)]
+        without = [path for path in paths if not _patterns.any_matches(transformations, path)]
+        advice = 'Add a last group "**" for all other params.'
+        require_no_problems("param_groups", without, "a pattern for every param", advice)
+        used = {_first_match(transformations, path) for path in paths}
+        for pattern in transformations:
+            _patterns.require_match("param_groups", pattern, paths)
+            expected = "a pattern with params that no earlier pattern matches"
+            require(pattern in used, "param_groups", expected, pattern, "Put it before them.")
         return partition.init(params)
 
     return optax.GradientTransformationExtraArgs(init, partition.update)
@@ -77,16 +85,3 @@ def _group_names(patterns: Mapping[str, Any]) -> dict[str, str]:
 
 def _first_match(patterns: Mapping[str, Any], path: str) -> str:
     return next(pattern for pattern in patterns if _patterns.matches(pattern, path))
-
-
-def _require_full_partition(patterns: Mapping[str, Any], paths: list[str]) -> None:
-    """Raises ValueError unless each path has a pattern, and each pattern a path."""
-    without = [path for path in paths if not _patterns.any_matches(patterns, path)]
-    # `_first_match` relies on a match for every path.
-    advice = 'Add a last group "**" for all other params.'
-    require_no_problems("param_groups", without, "a pattern for every param", advice)
-    used = {_first_match(patterns, path) for path in paths}
-    for pattern in patterns:
-        _patterns.require_match("param_groups", pattern, paths)
-        expected = "a pattern with params that no earlier pattern matches"
-        require(pattern in used, "param_groups", expected, pattern, "Put it before them.")

@@ -67,10 +67,7 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
 
     def init(params: PyTree) -> SkipState:
         # In a SnapshotState, so that `logged` finds the counts.
-        counts = {
-            _SKIPPED: jnp.zeros((), jnp.int32),
-            _SKIPPED_IN_A_ROW: jnp.zeros((), jnp.int32),
-        }
+        counts = {_SKIPPED: jnp.int32(0), _SKIPPED_IN_A_ROW: jnp.int32(0)}
         return SkipState(tx.init(params), jnp.array(True), optax.SnapshotState(counts))
 
     def update(

@@ -122,24 +122,6 @@ def test_a_frozen_model_is_the_model_and_trains_its_rest(kind) -> None:
     assert digest(back.params["head"]) != digest(params["head"])
 
 
-def test_a_frozen_keras_model_goes_home_whole() -> None:
-    net = keras_net()
-    before = [np.array(w) for w in net.get_layer("body").get_weights()]
-    model = ft.freeze(bridge.from_keras(net), "body/**")
-    tx = optax.chain(TX, ft.tx.ema(0.9))
-    step = ft.train_step(ft.supervised(model, LOSS), tx)
-    state, _ = ft.fit(create(model, tx), step, DATA, verbose=0)
-    bridge.to_keras(ft.merge_frozen(state), net)
-    np.testing.assert_allclose(
-        net(X), model.apply(state.params, state.model_state, X).outputs, rtol=1e-5, atol=1e-6
-    )
-    for a, b in zip(net.get_layer("body").get_weights(), before, strict=True):
-        np.testing.assert_array_equal(a, b)
-    bridge.to_keras(ft.merge_frozen(state.replace(params=ft.tx.ema_params(state))), net)
-    average = ft.tx.ema_params(state)["head"]["kernel"]
-    np.testing.assert_array_equal(net.get_layer("head").get_weights()[0], average)
-
-
 def test_wrong_patterns_and_states_are_refused_in_words() -> None:
     model = ft.from_linen(Net())
     with pytest.raises(ValueError, match="patterns: expected one or more"):

@@ -60,7 +60,7 @@ def test_training_equals_equinox_and_optax_by_hand() -> None:
     chex.assert_trees_all_close(trained, eqx.filter(expected, eqx.is_array), rtol=2e-5, atol=1e-6)
 
 
-def test_statistics_and_dropout_equal_those_of_equinox() -> None:
+def test_statistics_and_dropout_equal_those_of_equinox_and_evaluation_has_no_dropout() -> None:
     module, eqx_state = eqx.nn.make_with_state(Stateful)(KEY)
     model = ft.from_equinox(module, eqx_state)
     params, model_state = model.init(KEY, X)
@@ -75,12 +75,6 @@ def test_statistics_and_dropout_equal_those_of_equinox() -> None:
     np.testing.assert_array_equal(outputs, expected)
     assert losses == ()
     assert digest(new_state["state"]) == digest(expected_state)
-
-
-def test_evaluation_uses_the_statistics_and_no_dropout() -> None:
-    module, eqx_state = eqx.nn.make_with_state(Stateful)(KEY)
-    model = ft.from_equinox(module, eqx_state)
-    params, model_state = model.init(KEY, X)
     evaluated = model.apply(params, model_state, X)
     inference = eqx.nn.inference_mode(module)
     expected = jax.vmap(lambda x: inference(x, eqx_state)[0], axis_name="batch")(X)

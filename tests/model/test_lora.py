@@ -183,8 +183,6 @@ def test_a_trained_model_goes_to_keras_and_to_nnx() -> None:
     net = keras_net()
     model = ft.lora(bridge.from_keras(net), "**/kernel", rank=2, alpha=8)
     state = trained(model)
-    with pytest.raises(ValueError, match=r"bridge\.to_keras\(functrain\.merge_frozen\(state\)"):
-        bridge.to_keras(state, net)
     bridge.to_keras(ft.merge_frozen(state), net)
     ours = jax.jit(model.apply)(state.params, state.model_state, X).outputs
     np.testing.assert_allclose(net.predict(X, verbose=0), ours, rtol=1e-5, atol=1e-6)
@@ -293,12 +291,12 @@ def test_wrong_arguments_are_refused() -> None:
         ("base_dtype: expected 'int8' or None, got 'int4'", "*", {"base_dtype": "int4"}),
         (r"patterns: .*got 'bodi/\*\*', which matches none.*body/\*\*", ["bodi/**"], {}),
         (r"train: .*got 'tail/\*\*', which matches none", ["body/**"], {"train": "tail/**"}),
-        (r"for '\*\*/bias', got\n  body/bias: float32\[8\]\n", ["**/kernel", "**/bias"], {}),
+        (r"two axes or more, got '\*\*/bias'", ["**/kernel", "**/bias"], {}),
     ]:
         with pytest.raises(ValueError, match=message):
             ft.lora(model, *patterns, **{"rank": 2, **options}).init(KEY, X)
     integers = by_hand(jnp.zeros((6, 3), jnp.int8))
-    with pytest.raises(ValueError, match=r"floating-point .*got\n  kernel: int8\[6, 3\]\nInteg"):
+    with pytest.raises(ValueError, match=r"floating-point .*got '\*\*'\. Integ"):
         ft.lora(integers, "**", rank=2).init(KEY, X)
 
 

@@ -83,17 +83,6 @@ def test_a_skipped_step_is_no_step_of_it() -> None:
     assert digest(ft.tx.ema_params(state)) == before
 
 
-def test_it_is_saved_and_does_not_depend_on_k(tmp_path) -> None:
-    tx = optax.chain(optax.sgd(0.1), ft.tx.ema(0.9))
-    step = ft.train_step(loss_fn, tx)
-    begin = ft.TrainState.create(params=BEGIN, tx=tx)
-    one, many = (ft.fit(begin, step, DATA, fuse=k, verbose=0).state for k in (1, 7))
-    assert digest(one) == digest(many)
-    ft.save(tmp_path / "state", many)
-    loaded = ft.load(tmp_path / "state", like=begin)
-    assert digest(ft.tx.ema_params(loaded)) == digest(ft.tx.ema_params(many))
-
-
 def test_a_fit_evaluates_with_the_average() -> None:
     tx = optax.chain(optax.sgd(0.1), ft.tx.ema(0.9))
     step = ft.train_step(loss_fn, tx)

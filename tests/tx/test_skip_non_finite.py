@@ -139,23 +139,6 @@ def test_skipping_does_not_depend_on_k() -> None:
     assert runs[1].history.epochs["skipped"].tolist() == [3, 6]
 
 
-def test_a_network_among_several_is_skipped_alone() -> None:
-    tx = ft.tx.skip_non_finite(optax.adam(0.1))
-
-    def pull(params, model_state, target, *, rng, training):
-        return jnp.sum((params["w"] - target) ** 2), ft.Aux(model_state)
-
-    def step(states, batch):
-        a, _, _ = ft.update(states["a"], pull, tx, batch)
-        b, _, _ = ft.update(states["b"], pull, tx, 1.0)
-        return {"a": a, "b": b}, {"a": ft.tx.logged(a), "b": ft.tx.logged(b)}
-
-    state = ft.TrainState.create(params={"w": np.zeros(2, np.float32)}, tx=tx)
-    states, logs = jax.jit(step)({"a": state, "b": state}, jnp.nan)
-    assert (logs["a"]["skipped"], logs["b"]["skipped"]) == (1, 0)
-    assert (float(states["a"].params["w"][0]), float(states["b"].params["w"][0] > 0)) == (0, 1)
-
-
 @pytest.mark.parametrize(
     "tx",
     [
