@@ -48,8 +48,8 @@ from functrain.loop._events import EpochBegin as EpochBegin
 from functrain.loop._events import LateLogs as LateLogs
 from functrain.loop._events import fetch_rows as fetch_rows
 from functrain.loop._events import row_of_step as row_of_step
-from functrain.loop._predict import fetch_outputs as fetch_outputs
-from functrain.loop._predict import prediction_plan as prediction_plan
+from functrain.loop._passes import fetch_outputs as fetch_outputs
+from functrain.loop._passes import prediction_plan as prediction_plan
 from functrain.loop._run import Run as Run
 from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving

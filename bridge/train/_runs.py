@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import keras
-import numpy as np
 
 from bridge import keras_private
 from bridge.model._pure_layers import may_be_compiled
@@ -157,9 +156,9 @@ def run_predict(model: keras.Model, batches: Batches, callbacks: Any, options: O
         run = _begin(hook, options, signals)
         with contextlib.closing(run), _finish_at_end(hook, run):
             outputs = fetch_outputs(chunks())
-    if not outputs:
+    if outputs is None:
         raise ValueError("x: expected at least one batch to predict from, got none")
-    return jax.tree.map(lambda *leaves: np.concatenate(leaves), *outputs)
+    return outputs
 
 
 def _begin(

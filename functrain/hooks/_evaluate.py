@@ -8,8 +8,8 @@ from functrain.common._checks import require
 from functrain.engine._placement import ShardingArg
 from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Every, Trigger, as_trigger
-from functrain.loop._evaluate import Evaluation
 from functrain.loop._events import Event
+from functrain.loop._passes import Evaluation
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 

@@ -8,16 +8,14 @@ Files:
   _saving: saves a run
   _resuming: resumes a run from its last checkpoint
   _finite: warnings about losses that are not finite
-  _evaluate: measures a state on data
-  _predict: collects a model's outputs on data
-  _require: checks of states, steps and data that the loops share
+  _passes: evaluate and predict, passes over data that leave the state alone
 """
 
-from functrain.loop._evaluate import evaluate as evaluate
 from functrain.loop._events import ChunkEnd as ChunkEnd
 from functrain.loop._events import EpochEnd as EpochEnd
 from functrain.loop._events import Event as Event
 from functrain.loop._events import RunEnd as RunEnd
-from functrain.loop._predict import predict as predict
+from functrain.loop._passes import evaluate as evaluate
+from functrain.loop._passes import predict as predict
 from functrain.loop._run import Run as Run
 from functrain.loop._run import run as run

@@ -8,20 +8,30 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from functrain.common import _tree
-from functrain.common._checks import is_integer, require, require_integer, require_untraced
+from functrain.common import _repr, _tree
+from functrain.common._checks import (
+    is_integer,
+    is_number,
+    require,
+    require_integer,
+    require_untraced,
+)
 from functrain.common._gather import fetch_global
 from functrain.common._types import PyTree, traits_of
+from functrain.common._wide_integers import require_integers_fit
 from functrain.data._adapt import as_batches
 from functrain.data._batches import Batches
 from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
+from functrain.engine._fuse import Fused
 from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
 from functrain.engine._processes import require_same_run
+from functrain.engine._programs import has_programs
 from functrain.engine._trigger import Trigger, require_triggers
-from functrain.loop._require import require_all_examples, require_training_step
 from functrain.rewrites import Mode
+from functrain.step._check import check_step
+from functrain.step._metered import MeteredStep
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,31 +96,30 @@ def run_arguments(
         epochs=epochs,
         position=position,
         boundaries=require_triggers("boundaries", boundaries),
-        sharding=None if sharding is None else _placement.batch_sharding(sharding),
+        sharding=_placement.batch_sharding(sharding),
         **options,
     )
-    if arguments.sharding is not None:
-        _placement.require_divisible(batches, arguments.sharding)
-        require_same_run(
-            batches,
-            arguments.sharding,
-            epochs=epochs,
-            start=tuple(position),
-            fuse=arguments.fuse,
-            boundaries=arguments.boundaries,
-        )
+    _placement.require_divisible(batches, arguments.sharding)
+    require_same_run(
+        batches,
+        arguments.sharding,
+        epochs=epochs,
+        start=tuple(position),
+        fuse=arguments.fuse,
+        boundaries=arguments.boundaries,
+    )
     return arguments
 
 
 def pass_arguments(data: Any, *, sharding: _placement.ShardingArg, **options: Any) -> RunArguments:
     """Checks and converts the arguments of `evaluate` and `predict`: one pass over all examples."""
-    batches = as_batches(data)
+    batches, batch_sharding = as_batches(data), _placement.batch_sharding(sharding)
     require_all_examples(batches)
-    batch_sharding = None if sharding is None else _placement.batch_sharding(sharding)
-    position = Position()
-    return RunArguments(
-        batches=batches, epochs=1, position=position, sharding=batch_sharding, **options
+    arguments = RunArguments(
+        batches=batches, epochs=1, position=Position(), sharding=batch_sharding, **options
     )
+    require_same_run(batches, batch_sharding, fuse=arguments.fuse)
+    return arguments
 
 
 def _epochs(
@@ -160,3 +169,85 @@ def steps_taken(state: PyTree) -> int:
     counts = np.asarray(fetch_global(step))
     is_count = counts.dtype.kind in "iu" and counts.ndim == int(hasattr(state, "states"))
     return max(0, int(counts.max())) if is_count and counts.size else 0
+
+
+def require_constant(state: PyTree) -> None:
+    """Raises an error unless a state can be a constant of a program: arrays and numbers only."""
+    require_untraced("state", state)
+    require_integers_fit(state, "state")
+    for path, leaf in _tree.leaves_with_path(state):
+        is_valid = _tree.is_array(leaf) or is_number(leaf)
+        require(is_valid, "state", f"an array at {path}", leaf, _MAKE_A_STATE, error=TypeError)
+
+
+_MAKE_A_STATE = (
+    "Make a state with functrain.TrainState.create(params=..., tx=tx), of a Keras model with "
+    "bridge.create_state(model, tx); of what fit returns, pass its state."
+)
+
+
+def require_training_step(step: Any) -> None:
+    """Raises TypeError unless a step is a function of a state and a batch that trains.
+
+    Steps that only evaluate, and fused steps, are rejected as well.
+    """
+    # Reading the signature of a function takes a tenth of a short fit.
+    if not has_programs(step):
+        check_step(step)
+    if isinstance(step, MeteredStep) and not step.trains:
+        raise TypeError(
+            "step: expected a step that trains, from functrain.train_step(loss_fn, tx), got one "
+            "from functrain.eval_step. To measure, call functrain.evaluate(state, step, data)."
+        )
+    if isinstance(step, Fused):
+        raise TypeError(
+            f"step: expected (state, batch) -> (state, logs), got {step!r}. Pass the step itself "
+            f"and fuse={step.k}."
+        )
+
+
+def require_eval_step(step: Any) -> None:
+    """Raises TypeError unless a step has metrics and does not train."""
+    if not isinstance(step, MeteredStep) or step.trains:
+        got = "a step that trains" if isinstance(step, MeteredStep) else _repr.brief(step)
+        raise TypeError(
+            f"eval_step: expected a step from functrain.eval_step(loss_fn, metrics=...), got {got}."
+        )
+
+
+def require_all_examples(batches: Batches) -> None:
+    """Raises ValueError if a loader drops examples that should be measured or predicted."""
+    dropped = getattr(batches.data, "dropped", 0)
+    expected = f"all of the data, not a loader that drops {dropped:,} examples"
+    advice = "Make one with drop_remainder=False: batches may differ in size."
+    require(not dropped, batches.name, expected, batches.data, advice)
+
+
+def require_batches(count: int, place: str = "", *, name: str = "data") -> None:
+    """Raises ValueError if a pass over data had no batch; `place` names the pass."""
+    if not count:
+        raise ValueError(
+            f"{name}: expected at least one batch{place}, got none. An iterator or generator is "
+            "exhausted after one pass: pass an object that can be iterated again."
+        )
+
+
+def require_epochs_left(batches: Batches, position: Position, epochs: int, place: str) -> None:
+    """Raises ValueError if a run would end before the place where it begins.
+
+    Args:
+      batches: The data of the run.
+      position: The position to begin at.
+      epochs: The number of epochs of the training.
+      place: A description of the position.
+    """
+    if position.epoch < epochs:
+        return
+    unit, done, requested = "epochs", position.epoch, epochs
+    # With `fit(steps=)`, the caller counts steps.
+    if isinstance(batches, EpochsOfSteps) and batches.total is not None:
+        unit, done, requested = "steps", position.step, batches.total
+    raise ValueError(
+        f"{unit}: expected more than the {done} that are over at {place}, got {requested}. Pass "
+        f"the number of {unit} of the whole training, counted from its beginning."
+    )

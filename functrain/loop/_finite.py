@@ -96,25 +96,3 @@ class LossWatch:
         """Restores what `state` returned."""
         self._name, self.last_finite = state["name"], state["last_finite"]
         self.first = {int(i): Position(*position) for i, position in state["first"].items()}
-
-
-def warn_of_loss(values: Mapping[str, Any], active: Any = None) -> bool:
-    """Warns if the loss of an evaluation is not finite; returns True if it has warned.
-
-    Args:
-      values: The values of the evaluation.
-      active: `bool[N]`, False for the members of a population that have been stopped.
-    """
-    is_bad = ~np.isfinite(values.get("loss", 0.0))
-    # A member may have been stopped because it diverged.
-    if active is not None:
-        is_bad = is_bad & fetch_global(active)
-    if not is_bad.any():
-        return False
-    members = f" of members {np.flatnonzero(is_bad).tolist()}" if is_bad.ndim else ""
-    warn(
-        f"evaluate: expected a finite loss, got NaN or infinity{members}. Evaluate the batches one "
-        "by one, functrain.evaluate(state, step, [batch]), to find the first that has it; "
-        "functrain.inspect.explain_nan(state, step, batch) names the operation that made it."
-    )
-    return True

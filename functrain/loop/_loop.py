@@ -20,9 +20,8 @@ from functrain.engine._plan import Plan, chunks
 from functrain.engine._position import Position
 from functrain.engine._programs import compute_metrics
 from functrain.engine._signals import DeferredSignals
-from functrain.loop._arguments import RunArguments
+from functrain.loop._arguments import RunArguments, require_batches
 from functrain.loop._events import ChunkBegin, ChunkEnd, EpochBegin, EpochEnd, Event, RunEnd
-from functrain.loop._require import require_batches
 from functrain.loop._resuming import Resumed
 from functrain.loop._saving import Saving
 from functrain.metrics._metric import Metered

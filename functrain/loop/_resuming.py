@@ -18,7 +18,7 @@ from functrain.common._warnings import warn
 from functrain.data._batches import Batches
 from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine._position import Position
-from functrain.loop._require import require_epochs_left
+from functrain.loop._arguments import require_epochs_left
 
 
 class Part(Protocol):
@@ -180,7 +180,7 @@ def _remaining(
     if epoch_is_over and not nothing_left:
         position = Position(position.step, position.epoch + 1)
     place = f"step {position.step}, from which {checkpointer.directory} resumes"
-    require_epochs_left(batches, position, epochs, place, is_finished=finished)
+    require_epochs_left(batches, position, epochs, place)
     return Resumed(
         position,
         epochs,

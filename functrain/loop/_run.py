@@ -19,10 +19,9 @@ from functrain.engine._position import Position
 from functrain.engine._programs import initial_metrics
 from functrain.engine._signals import DeferredSignals
 from functrain.engine._trigger import Trigger, longest_interval
-from functrain.loop._arguments import RunArguments, run_arguments
+from functrain.loop._arguments import RunArguments, require_epochs_left, run_arguments
 from functrain.loop._events import Event
 from functrain.loop._loop import Loop
-from functrain.loop._require import require_epochs_left
 from functrain.loop._resuming import Resumed
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode

@@ -105,7 +105,6 @@ def _check_evaluation(
         has_clock = getattr(hook.every, "seconds", None) is not None
         expected = "functrain.every(steps=...) or epochs= in several processes, whose clocks differ"
         require(not has_clock, "every", expected, hook.every)
-        hook.evaluation.require_same_in_processes()
     return {hook.prefix + name for name in hook.evaluation.trace(state, can_trace=can_trace)}
 
 

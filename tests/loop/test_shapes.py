@@ -220,13 +220,3 @@ def test_a_weakly_typed_state_is_one_of_its_dtype(new: Any, jit: bool) -> None:
         expected, _ = jax.lax.scan(lambda s, _: (new(s), None), start, None, length=3)
         state = ft.fit(start, lambda s, b: (new(s), {}), ft.NoData(3), verbose=0, jit=jit).state
         assert (state, state.dtype) == (expected, expected.dtype)
-
-
-@pytest.mark.parametrize("fuse", [1, 3])
-def test_outputs_of_several_shapes_are_not_joined(fuse: int) -> None:
-    lengths = [np.ones((2, n), np.float32) for n in (3, 3, 5, 3)]
-    words = r"outputs: expected {'a': \(3,\)} for each example of all batches, got .*pad them"
-    with pytest.raises(ValueError, match=words):
-        ft.predict(0.0, lambda state, x: (state, {"a": x}), lengths, fuse=fuse)
-    sums = ft.predict(0.0, lambda state, x: (state, {"a": x.sum(1)}), lengths, fuse=fuse)
-    np.testing.assert_array_equal(sums["a"], np.repeat([3.0, 3.0, 5.0, 3.0], 2))

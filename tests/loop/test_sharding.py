@@ -149,24 +149,6 @@ def test_no_example_is_left_out_where_devices_do_not_divide_the_batches(kind, ba
     np.testing.assert_allclose(ours, outputs, atol=1e-6)
 
 
-def test_a_step_that_divides_batches_itself_is_traced_with_the_last_one_before_training() -> None:
-    def of_each(x: Any, w: Any) -> Any:
-        return jax.lax.pmean(jnp.mean(x @ w), "data")
-
-    divided = jax.shard_map(
-        of_each, mesh=mesh(), in_specs=(PartitionSpec("data"), PartitionSpec()), out_specs=at().spec
-    )
-
-    def loss_fn(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
-        return divided(batch[0], params["w1"]), ft.Aux(model_state)
-
-    odd = ft.ArrayLoader((X[:43], Y[:43]), 8)
-    how: Any = {"eval_data": odd, "eval_step": ft.eval_step(loss_fn), "verbose": 0}
-    with pytest.raises(ValueError, match="evenly divi") as caught:
-        ft.fit(create(), STEP, loader(), sharding=at("data"), **how)
-    assert any("evaluation of eval_data was traced" in x for x in caught.value.__notes__)
-
-
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_leaves_that_lack_axes_of_the_sharding_are_divided_along_those_they_have(kind) -> None:
     devices = jax.make_mesh((1, 2), ("data", "sequence"), axis_types=(kind, kind))

@@ -215,9 +215,9 @@ def stop(event: Any) -> None:
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        ({"epochs": 4}, {"epochs": 2}, "epochs: expected at least the 4 .* step 28, .*got 2"),
-        ({"steps": 20}, {"steps": 15}, "steps: expected at least the 20 .* got 15"),
-        ({"epochs": 4, "hooks": [ft.at(10)(stop)]}, {"epochs": 1}, "at least the 2 .* got 1"),
+        ({"epochs": 4}, {"epochs": 2}, "epochs: expected more than the 3 .* step 28, .*got 2"),
+        ({"steps": 20}, {"steps": 15}, "steps: expected more than the 20 .* got 15"),
+        ({"epochs": 4, "hooks": [ft.at(10)(stop)]}, {"epochs": 1}, "more than the 1 .* got 1"),
     ],
 )
 def test_fewer_epochs_than_a_run_has_had_are_refused(first, second, message, tmp_path) -> None:
