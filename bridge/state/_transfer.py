@@ -133,20 +133,15 @@ def _counterparts(
             f"the optimizer {optimizer.name!r} was built for other variables than the model "
             "trains now. If layers were frozen or unfrozen, compile the model again"
         ) from error
-    variable_by_role: dict[Role, Any] = {}
-    for role, variable in all_variables.items():
-        if role.owner is None or role.owner < len(params):
-            variable_by_role[role] = variable
     roles = _roles(opt_state, optimizer, {path: i for i, path in enumerate(params)})
-    missing = variable_by_role.keys() - set(roles)
-    surplus = set(roles) - {None} - variable_by_role.keys()
     # A frozen param lacks all of its slots. If a param lacks only some, or if all params lack all,
     # the state is that of another optimizer.
-    owners_in_state = {None, *(role.owner for role in roles if role)}
-    has_slots = len(owners_in_state) > 1
-    lacks_whole_params = owners_in_state.isdisjoint(role.owner for role in missing)
-    is_frozen = may_lack_params and has_slots and lacks_whole_params
-    if surplus or (missing and not is_frozen):
+    owners = {None, *(role.owner for role in roles if role)}
+    has_slots = len(owners) > 1
+    if not (may_lack_params and has_slots):
+        owners = {None, *range(len(params))}
+    variable_by_role = {role: v for role, v in all_variables.items() if role.owner in owners}
+    if set(roles) - {None} != variable_by_role.keys():
         raise _no_common_state(optimizer)
     variables: list[Any] = [variable_by_role.get(role) if role else None for role in roles]
     for variable, leaf in zip(variables, jax.tree.leaves(opt_state), strict=True):
