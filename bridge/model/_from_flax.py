@@ -173,8 +173,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         """
         if not self.built:
             raise ValueError(
-                f"layer {self.name!r}: expected a built layer, got one that has no values yet. "
-                "Call it once on a batch."
+                f"layer {self.name!r}: expected a built layer. Call it once on a batch."
             )
         return self._flax.to_flax(self._values())
 
@@ -187,10 +186,9 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         name = keras.saving.get_registered_name(self.source) if _is_function(self.source) else None
         if name is None or keras.saving.get_registered_object(name) is not self.source:
             raise ValueError(
-                f"layer {self.name!r}: expected a registered function that makes its module. To "
-                "save the whole model, decorate a function that returns the module with "
-                "@keras.saving.register_keras_serializable(), and pass the function to "
-                "bridge.from_flax. Or save weights only, by model.save_weights."
+                f"layer {self.name!r}: expected a registered function that makes its module. "
+                "Decorate it with @keras.saving.register_keras_serializable() and pass it to "
+                "bridge.from_flax, or save weights alone: model.save_weights."
             )
         return {**super().get_config(), "module": name, "seed": self.seed}
 

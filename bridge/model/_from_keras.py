@@ -92,10 +92,8 @@ def from_keras(model: keras.Layer) -> Model:
         scope.require_all_tracked(
             "the model updated variables that are in neither model.variables nor a layer's "
             "metrics, so their new values would be lost",
-            "One cause is an RNN with stateful=True: use stateful=False, and pass the states "
-            "(return_state=True, initial_state=...). Another is keras.random without seed=: pass "
-            "it a keras.random.SeedGenerator held as an attribute. A custom variable must be an "
-            "attribute of its layer, ideally created by self.add_weight.",
+            "Use stateful=False in an RNN, pass keras.random a SeedGenerator that is an attribute "
+            "of a layer, and create other variables by self.add_weight.",
         )
         new_state = {}
         for path, variable in layout.model_state.items():
@@ -132,8 +130,8 @@ def _seed_from_key(layout: _variables.Layout, rng: jax.Array) -> list[tuple[Any,
 def require_built(model: Any) -> None:
     """Raises TypeError unless `model` is a layer, and ValueError unless it is built."""
     advice = (
-        "For flax use functrain.from_linen or functrain.from_nnx. Of a functrain.Model make the "
-        "state by functrain.TrainState.create, with what its init returns."
+        "For flax use functrain.from_linen or functrain.from_nnx, and for a functrain.Model "
+        "functrain.TrainState.create."
     )
     require_instance("model", model, keras.Layer, "a keras.Model or keras.Layer", advice)
     # `built` alone proves nothing: the `build` of a subclass can set it and leave the inner layers

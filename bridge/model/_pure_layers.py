@@ -38,7 +38,6 @@ def warn_of_frozen(model: keras.Layer) -> None:
         warn(
             f"{', '.join(sorted(names))}: Keras does not compile models with this layer. In a "
             "compiled step, its Python code (random, numpy.random, counters) runs only once, when "
-            "the step is traced. To draw in every step, use keras.random with a "
-            "keras.random.SeedGenerator held as an attribute, and set supports_jit = True. To run "
-            "the model as Keras does, use bridge.fit."
+            "the step is traced. Draw by keras.random with a SeedGenerator held as an attribute "
+            "and set supports_jit = True, or run the model as Keras does: bridge.fit."
         )

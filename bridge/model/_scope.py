@@ -116,7 +116,6 @@ def no_side_effects() -> Iterator[None]:
         lines = [f"{v.path}: {_tree.spec(v)}" for v in constants.values()]
         warn(
             "step: expected it to read variables of its state only. The values of these are "
-            f"compiled in as constants:\n{_tree.bullets(lines)}\nLater assignments to them have "
-            "no effect on the compiled step. If they change, make them variables of the model "
-            "(an attribute of it or of a layer), or pass their values in the batch."
+            f"compiled in as constants:\n{_tree.bullets(lines)}\nIf they change, make them "
+            "attributes of the model or of a layer, or pass their values in the batch."
         )

@@ -139,9 +139,8 @@ def require_no_new_variables(before: Layout, after: Layout) -> None:
             lines.append(f"{'/'.join(path)}: {_tree.spec(variable)}")
     expected = "no new variables in a call, since the state does not hold them"
     advice = (
-        "Some of its layers had not been built. They are built now. To build a whole model, call "
-        "it once on a batch, model(x, training=True). Then create the state again: "
-        "bridge.create_state(model, tx)."
+        "Some of its layers had not been built. Call the model once on a batch, "
+        "model(x, training=True), and create the state again: bridge.create_state(model, tx)."
     )
     require_no_problems("model", lines, expected, advice)
 
@@ -193,9 +192,8 @@ def pair(layout: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any,
     trees = {"params": params, "model_state": model_state}
     lines = _tree.differences(expected, jax.tree.map(_spec, trees))
     advice = (
-        "If the model has changed since the state was created (a layer was frozen, unfrozen, added "
-        "or quantized), create the state again: bridge.create_state(model, tx). functrain.cast has "
-        "no effect inside Keras layers: use keras.config.set_dtype_policy('mixed_bfloat16')."
+        "If layers were frozen, unfrozen, added or quantized since, create the state again. "
+        "Instead of functrain.cast use keras.config.set_dtype_policy('mixed_bfloat16')."
     )
     require_no_problems("state", lines, "leaves like the model's current variables", advice)
     pairs = [(variable, get_at(params, path)) for path, variable in layout.params.items()]

@@ -84,10 +84,9 @@ def name_of(function: Any, name: str) -> str:
         return registered
     label = getattr(function, "__qualname__", None) or f"a {type(function).__name__}"
     raise ValueError(
-        f"{name}: {label} cannot be written to a file, as no function can that is defined inside "
-        "another one. Pass the function that creates it and its arguments, as in "
-        "bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3), or a function that you decorated "
-        "with @keras.saving.register_keras_serializable(). Or save weights alone: save_weights."
+        f"{name}: {label} cannot be written to a file. Pass the function that creates it and its "
+        "arguments, as in bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3), decorate it with "
+        "@keras.saving.register_keras_serializable(), or save weights alone: save_weights."
     )
 
 

@@ -135,7 +135,6 @@ def require_compiled(model: Any) -> None:
         raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
     if not model.compiled:
         raise ValueError(
-            f"model: expected {model.name!r} to be compiled. Call model.compile(optimizer=..., "
-            "loss=...) first; or, without compiling, use bridge.from_keras with your own loss and "
-            "optimizer."
+            f"model: expected {model.name!r} to be compiled. Call model.compile(optimizer, loss), "
+            "or use bridge.from_keras with your own loss and optimizer."
         )
