@@ -5,12 +5,10 @@ from typing import Any
 import flax.errors
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from flax.core import DenyList, unfreeze
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from functrain.common import _tree
-from functrain.common._checks import require_instance, require_no_problems
+from functrain.common._checks import require_instance
 from functrain.common._types import PyTree
 from functrain.model._call import (
     require_one_input,
@@ -48,8 +46,7 @@ def from_linen(module: nn.Module) -> Model:
     Raises:
       TypeError: `module` is not an instance of a linen module, or cannot be called with one
         argument.
-      ValueError: (from ``apply``) it sows a loss that is not a scalar, or `model_state` is that of
-        a model of `freeze` or `lora`.
+      ValueError: (from ``apply``) `model_state` is that of a model of `freeze` or `lora`.
       flax.errors.FlaxError: (from ``apply``) the module draws random numbers but `rng` is None, or
         `model_state` lacks a collection of the module.
 
@@ -85,8 +82,7 @@ def from_linen(module: nn.Module) -> Model:
             whole = {"params": params, **variables}
             _, updated = jax.eval_shape(lambda: module.apply(whole, inputs, **mode))
             later = flatten_dict(unfreeze(updated))
-            grown = [path for path, x in flat.items() if _is_longer(later.get(path), x)]
-            flat = {path: x for path, x in flat.items() if path not in grown}
+            flat = {path: x for path, x in flat.items() if not _is_sown(x, later.get(path, x))}
         model_state = unflatten_dict(flat)
         return params, model_state
 
@@ -112,9 +108,6 @@ def from_linen(module: nn.Module) -> Model:
             )
             raise
         losses = updated.get("losses", {})
-        wrong = _tree.format_leaves(losses, jnp.ndim)
-        advice = "Reduce them with jnp.sum or jnp.mean before self.sow."
-        require_no_problems("losses", wrong, "scalars, float32[]", advice)
         if training and collections:
             # Variables that the module creates in this call are dropped: the structure of
             # model_state must stay the same from step to step.
@@ -124,8 +117,8 @@ def from_linen(module: nn.Module) -> Model:
     return Model(init, apply)
 
 
-def _is_longer(new: PyTree, old: PyTree) -> bool:
-    return isinstance(new, tuple) and isinstance(old, tuple) and len(new) > len(old)
+def _is_sown(old: PyTree, new: PyTree) -> bool:
+    return isinstance(old, tuple) and len(new) > len(old)
 
 
 def _linen_switches(module: Any, training: bool) -> dict[str, Any]:
