@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -23,14 +23,10 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
       fetched: Number of batches fetched from the current pass.
       random_state: What `random_state` returned when the first of them was fetched.
       pass_number: The `adapter_epoch` at that time.
-      before_fetch: Called with the number of a batch that is about to be fetched, or None.
-      missing: The number of a batch that was begun, only to find that the data have run out.
     """
 
     arrays: "ArrayBatches | None" = None
     fetched = 0
-    before_fetch: Callable[[int], None] | None = None
-    missing: int | None = None
     random_state: Any = None
     pass_number: int | None = None
 

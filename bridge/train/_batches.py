@@ -19,7 +19,6 @@ from functrain.internal import (
     chunk_placer,
     copy_batch,
     host_batch,
-    is_cheap_to_read,
     pad_chunk,
     require,
     require_integers_fit,
@@ -61,16 +60,13 @@ class KerasBatches(Batches):
         self.arrays: keras_private.data.ArrayBatches | None = epochs.arrays
         self.steps, self.full_steps = epochs.num_batches, keras_private.data.full_batches(epochs)
         self._items: Lookahead[KerasBatch] = Lookahead(())
-        # True while the first batch of a chunk is fetched.
-        self._fetches_first = False
         self._epoch_position: dict[str, Any] = {"fetched": 0}
         self._resume_state: dict[str, Any] | None = None
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins the next epoch; after `restore`, continues it at a batch."""
         self._epoch_position = keras_private.data.epoch_position(self.data)
-        self.data.missing = None
-        items = self._with_marks()
+        items = self._with_events()
         if self._resume_state is not None and batch:
             items = self._skip(items, batch, self._resume_state)
         self._items = Lookahead(items, self._signature)
@@ -78,9 +74,7 @@ class KerasBatches(Batches):
 
     def peek(self) -> PyTree | None:
         """Fetches the next batch and returns its shapes; None at the end of the epoch."""
-        self._fetches_first = not self._items.has_next
         item = self._items.peek()
-        self._fetches_first = False
         if item is None or self.arrays is None:
             return None if item is None else item.content
         return self.arrays.shapes(_count(item.content))
@@ -151,13 +145,11 @@ class KerasBatches(Batches):
         """Returns a value that is equal for two batches that can be stacked."""
         return signature(item.content) if self.arrays is None else _count(item.content)
 
-    def _with_marks(self) -> Iterator[KerasBatch]:
+    def _with_events(self) -> Iterator[KerasBatch]:
         """Yields every batch of an epoch with its batch events."""
         epochs = self.data
         with epochs.catch_stop_iteration():
             for begin, end, iterator in epochs:
-                if self._fetches_first and epochs.before_fetch is not None:
-                    epochs.before_fetch(begin)
                 contents = map(self._host_batch, iterator) if self.arrays is None else iterator
                 group = list(itertools.islice(contents, epochs.steps_per_execution))
                 last = len(group) - 1
@@ -165,7 +157,6 @@ class KerasBatches(Batches):
                     events = BatchEvents(None if i else begin, end if i == last else None)
                     yield KerasBatch(content, events)
                 if not group:
-                    epochs.missing = begin
                     # catch_stop_iteration waits for this to give Keras's warning.
                     raise StopIteration
 
@@ -208,12 +199,6 @@ def keras_batches(
     x, y, sample_weight = data
     local = x if isinstance(x, Local) else None
     x = x.data if isinstance(x, Local) else x
-    for name, part in (("x", x), ("y", y), ("sample_weight", sample_weight)):
-        # All other arrays are checked chunk by chunk, since reading them all may take long.
-        in_memory = keras.tree.map_structure(
-            lambda x: x if isinstance(x, np.ndarray) and is_cheap_to_read(x) else None, part
-        )
-        require_integers_fit(in_memory, name)
     epochs = keras_private.data.epochs(
         x=x,
         y=y,
@@ -225,15 +210,13 @@ def keras_batches(
     )
     require(epochs.num_batches != 0, "x", "at least one batch, but the data have none", x)
     distribution = keras.distribution.distribution()
-    place: Callable[[PyTree], PyTree] | None = None
-    if distribution is not None:
-        if trains and epochs.arrays is not None:
-            _require_divisible(distribution, epochs, 1 if local is None else local.processes)
-        if local is None:
-            place = _placer(distribution, replicates=not trains)
-    batches = KerasBatches(epochs, place)
-    # LocalBatches joins the parts of all processes, and puts them on the devices.
-    return batches if local is None else LocalBatches(batches, local)
+    if distribution is not None and trains and epochs.arrays is not None:
+        _require_divisible(distribution, epochs, 1 if local is None else local.processes)
+    if local is not None:
+        # It joins the parts of all processes, and puts them on the devices.
+        return LocalBatches(KerasBatches(epochs, None), local)
+    is_placed = distribution is not None
+    return KerasBatches(epochs, _placer(distribution, not trains) if is_placed else None)
 
 
 def _require_divisible(distribution: Any, epochs: Any, parts: int) -> None:
@@ -252,7 +235,7 @@ def _require_divisible(distribution: Any, epochs: Any, parts: int) -> None:
             ) from error
 
 
-def _placer(distribution: Any, *, replicates: bool) -> Callable[[PyTree], PyTree]:
+def _placer(distribution: Any, replicates: bool) -> Callable[[PyTree], PyTree]:
     """Returns a function that puts stacked batches where `keras.distribution` wants them.
 
     If there are several processes, each of them has the same batches, and takes the part of its

@@ -37,12 +37,12 @@ _KERAS_METHODS = {
 }
 
 
-# The attributes in which Keras's own callbacks keep the path that they write to.
-_PATH_ATTRIBUTES = {
-    keras.callbacks.CSVLogger: "filename",
-    keras.callbacks.ModelCheckpoint: "filepath",
-    keras.callbacks.TensorBoard: "log_dir",
-}
+# Keras's own callback that may end training at any batch.
+_MAY_END = keras.callbacks.TerminateOnNaN
+
+# Keras's own callbacks that write files, and the attributes in which they keep the paths.
+_WRITERS = keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard
+_PATHS = "filename", "filepath", "log_dir"
 
 
 def flat(callbacks: Any) -> list[Any]:
@@ -98,7 +98,7 @@ class BatchCallbacks:
             return
         self.acting.append(callback)
         # Users set `chunk_safe` in callbacks that may be called when their chunk is over.
-        is_safe = is_known and not _may_end_at_batch(callback)
+        is_safe = is_known and not isinstance(callback, _MAY_END)
         self.fusible &= is_safe or bool(getattr(callback, "chunk_safe", False))
 
     def steps_until_action(self) -> int | None:
@@ -109,8 +109,11 @@ class BatchCallbacks:
         return min((count for count in counts if count is not None), default=None)
 
     def begin_batch(self, batch: int | None) -> None:
-        """Calls the methods that begin a batch, before its chunk runs."""
-        self._call(self._begin_method, batch, None)
+        """Calls the methods that begin a batch, if Keras has a batch event at this step."""
+        if batch is None:
+            return
+        for callback in self.acting:
+            getattr(callback, self._begin_method)(batch, logs={})
 
     def end_chunk(self, event: ChunkEnd) -> None:
         """Calls the methods for the batches of a chunk; the first one has begun already.
@@ -120,10 +123,15 @@ class BatchCallbacks:
         rows = fetch_rows(event.rows, event.steps)
         for i, events in enumerate(event.batch_info):
             if i:
-                self._call(self._begin_method, events.begin, None)
+                self.begin_batch(events.begin)
             logs = self._logs(row_of_step(rows, i), events)
-            self._call(self._end_method, events.end, logs)
-            if events.end is not None and self._ends_training(logs):
+            if events.end is None:
+                continue
+            logs = keras_private.callbacks.as_floats(logs)
+            for callback in self.acting:
+                getattr(callback, self._end_method)(events.end, logs=logs)
+            # Keras would not have run the rest of the chunk after TerminateOnNaN.
+            if any(isinstance(x, _MAY_END) and x.model.stop_training for x in self.acting):
                 break
 
     def show_progress(self, event: ChunkEnd) -> None:
@@ -139,16 +147,6 @@ class BatchCallbacks:
             end_batch = getattr(bar, self._end_method)
             end_batch(event.batch_info[ends[-1]].end, logs=keras_private.callbacks.as_floats(logs))
 
-    def _ends_training(self, logs: PyTree) -> bool:
-        """Returns True if TerminateOnNaN ended training with this batch.
-
-        Keras would not have run the rest of the chunk, so it is not reported.
-        """
-        if self._kind != "train" or not any(map(_may_end_at_batch, self.acting)):
-            return False
-        loss = keras_private.callbacks.as_floats(logs).get("loss")
-        return loss is not None and not np.all(np.isfinite(loss))
-
     def _logs(self, logs: PyTree, events: BatchEvents) -> PyTree:
         """Returns a step's logs; in `predict`, the outputs of all steps since the last end."""
         if self._kind != "predict":
@@ -157,14 +155,6 @@ class BatchCallbacks:
             self._outputs = []
         self._outputs.append(logs)
         return {"outputs": jax.tree.map(lambda *x: np.concatenate(x), *self._outputs)}
-
-    def _call(self, method: str, batch: int | None, logs: PyTree) -> None:
-        """Calls a method of all callbacks, if Keras has a batch event at this step."""
-        if batch is None:
-            return
-        logs = keras_private.callbacks.as_floats(logs)
-        for callback in self.acting:
-            getattr(callback, method)(batch, logs=logs)
 
 
 @contextlib.contextmanager
@@ -178,20 +168,15 @@ def write_in_first_process(callbacks: Any) -> Iterator[None]:
         yield
         return
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
-        for i, callback in enumerate(flat(callbacks)):
-            for cls, name in _PATH_ATTRIBUTES.items():
-                if isinstance(callback, cls):
-                    path = getattr(callback, name)
-                    undo.callback(setattr, callback, name, path)
-                    new_path = os.path.join(folder, str(i), os.path.basename(os.fspath(path)))
-                    os.makedirs(os.path.dirname(new_path))
-                    setattr(callback, name, new_path)
+        writers = [x for x in flat(callbacks) if isinstance(x, _WRITERS)]
+        for i, callback in enumerate(writers):
+            name = next(filter(vars(callback).__contains__, _PATHS))
+            path = getattr(callback, name)
+            undo.callback(setattr, callback, name, path)
+            new_path = os.path.join(folder, str(i), os.path.basename(os.fspath(path)))
+            os.makedirs(os.path.dirname(new_path))
+            setattr(callback, name, new_path)
         yield
-
-
-def _may_end_at_batch(callback: Any) -> bool:
-    """Returns True if a callback of Keras's may end training at any batch."""
-    return isinstance(callback, keras.callbacks.TerminateOnNaN)
 
 
 def wrap_loggers(callbacks: Any) -> Any:
@@ -221,6 +206,8 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
     def __init__(self, logger: Logger) -> None:
         super().__init__()
         self.logger = logger
+        # All processes have the same logs, so one of them writes.
+        self._writes = jax.process_index() == 0
         self.resume_key = f"{type(logger).__name__}({getattr(logger, 'resume_key', '')})"
         # Steps that the model had taken when the fit began, and steps of the fit.
         self._steps_before: int | None = None
@@ -229,14 +216,15 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
     def on_train_begin(self, logs: Any = None) -> None:
         """Opens the logger, and notes the first step unless a checkpoint has restored it."""
         if self._steps_before is None:
-            self._steps_before = _steps_taken(self.model)
-        if _is_first_process():
+            optimizer = getattr(self.model, "optimizer", None)
+            self._steps_before = 0 if optimizer is None else int(step_counter(optimizer).value)
+        if self._writes:
             self.logger.begin()
 
     def take(self, event: ChunkEnd) -> None:
         """Logs what the steps of a chunk report."""
         self._steps = event.step
-        if _is_first_process():
+        if self._writes:
             # Nested logs have their last name only, as in other Keras callbacks.
             rows = {name.rpartition("/")[-1]: x for name, x in event.host_logs().items()}
             position, steps = self._position(event.epoch), event.steps
@@ -248,7 +236,7 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Logs the values of an epoch, including those of its evaluation."""
-        if _is_first_process():
+        if self._writes:
             values = dict(logs or {})
             self.logger(EpochEnd(position=self._position(epoch), state=(), values=values))
 
@@ -264,26 +252,15 @@ class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras h
         """Restores what `state` returned. Call it before the fit begins."""
         self._steps_before, self._steps = state["steps_before"], state["steps"]
         # All processes may see the logger's file, and restoring it truncates it.
-        if _is_first_process():
+        if self._writes:
             self.logger.restore(state["logger"])
 
     def close(self) -> None:
         """Closes the logger. Call it however the fit ends."""
         self._steps_before = None
-        if _is_first_process():
+        if self._writes:
             self.logger.close()
 
     def _position(self, epoch: int) -> Position:
         assert self._steps_before is not None, "on_train_begin comes first"
         return Position(self._steps_before + self._steps, epoch)
-
-
-# All processes have the same logs, so one of them writes.
-def _is_first_process() -> bool:
-    return jax.process_index() == 0
-
-
-def _steps_taken(model: keras.Model) -> int:
-    """Returns the number of steps that the model's optimizer has taken."""
-    optimizer = getattr(model, "optimizer", None)
-    return 0 if optimizer is None else int(step_counter(optimizer).value)

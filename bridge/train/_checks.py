@@ -1,8 +1,5 @@
 """Checks of the arguments of fit, evaluate and predict, before the first callback and step."""
 
-import numbers
-import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,30 +10,24 @@ from bridge import keras_private
 from bridge.optim import OptaxOptimizer
 from bridge.state._distribution import require_use
 from bridge.state._keras_state import variable_values
-from bridge.train._batches import KerasBatches
+from bridge.train._batches import KerasBatches, keras_batches
 from bridge.train._callbacks import flat
-from bridge.train._runs import Evaluation
 from bridge.train._steps import KerasStep
-from functrain import ArrayLoader, NoData
 from functrain.internal import (
     Batches,
-    Local,
     PyTree,
     is_cheap_to_read,
     require,
     require_fuse,
     require_integer,
-    require_no_number_lists,
+    require_integers_fit,
     require_one_of,
     require_unmasked,
-    require_untraced,
     resolve_mode,
     warn,
 )
 from functrain.internal import tree as _tree
 
-# Classes whose user has been told that their loops are not called.
-_warned: weakref.WeakSet[type] = weakref.WeakSet()
 # Labels that are compared with the number of classes: enough to find a mistake, quick to read.
 _LABELS = 100_000
 _RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
@@ -45,7 +36,7 @@ _RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRate
 def require_model(model: Any) -> None:
     """Raises TypeError for an object that is not a Keras model.
 
-    Warns once for each class that overrides loops, which are not called.
+    Warns of a class that overrides loops, which are not called.
     """
     if not keras_private.trainer.is_trainer(model):
         raise TypeError(
@@ -55,13 +46,12 @@ def require_model(model: Any) -> None:
         )
     cls = type(model)
     # Of a class that prepares data in these methods, that part of them is called.
-    base = keras_private.pipelines.preparing_class(model) or keras.Model
+    base = keras_private.trainer.preparing_class(model) or keras.Model
     # Keras calls make_train_function and make_test_function in its own loops only.
     methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
     overridden = [name for name in methods if getattr(cls, name) is not getattr(base, name)]
     # A layer with a trainer mixed in has these methods from another class than keras.Model.
-    if overridden and isinstance(model, keras.Model) and cls not in _warned:
-        _warned.add(cls)
+    if overridden and isinstance(model, keras.Model):
         warn(
             f"{cls.__name__} overrides {', '.join(overridden)}, which bridge.fit, evaluate and "
             "predict do not call, since they have their own loop. Overrides of train_step, "
@@ -78,11 +68,9 @@ def require_arguments(
     """
     require_fuse(fuse)
     resolve_mode(rewrites)
-    is_number = isinstance(verbose, numbers.Integral)
-    require_one_of("verbose", int(verbose) if is_number else verbose, ("auto", 0, 1, 2))
+    require_one_of("verbose", verbose, ("auto", 0, 1, 2))
     advice = "A generator of batches goes into x, and yields (inputs, targets)."
     require(x is not None, "x", "arrays, a dataset, a loader or a generator", x, advice)
-    _require_no_loader("x", x)
     for name, number in counts.items():
         if number is not None:
             require_integer(name, number, 0)
@@ -91,9 +79,7 @@ def require_arguments(
 
 def require_validation_arguments(split: Any, freq: Any) -> None:
     """Raises ValueError for wrong values of `validation_split` and `validation_freq`."""
-    # True is an int in Python, and a mistake here.
-    is_number = np.ndim(split) == 0 and not isinstance(split, bool | str)
-    is_fraction = split is None or (is_number and 0 <= split < 1)
+    is_fraction = split is None or 0 <= split < 1
     expected = "a fraction of the arrays, from 0 to below 1"
     require(is_fraction, "validation_split", expected, split)
     is_frequency = isinstance(freq, list) or (isinstance(freq, int) and freq >= 1)
@@ -101,54 +87,65 @@ def require_validation_arguments(split: Any, freq: Any) -> None:
     require(is_frequency, "validation_freq", expected, freq)
 
 
-def require_data(x: Any, y: Any = None, class_weight: Any = None) -> None:
-    """Raises an error for strings, lists of numbers, traced and masked arrays."""
-    expected = "a dict from the number of each class to its weight, such as {0: 1.0, 1: 2.5}"
-    is_dict = class_weight is None or isinstance(class_weight, Mapping)
-    require(is_dict, "class_weight", expected, class_weight, error=TypeError)
-    require_untraced("x and y", (x, y))
-    for name, data in (("x", x), ("y", y)):
-        _require_no_strings(name, data)
-        # Keras rejects lists of numbers as well, with all the numbers in its message.
-        if isinstance(data, list | tuple | dict):
-            require_no_number_lists(data, name)
-        for leaf in keras.tree.flatten(data):
-            require_unmasked(leaf, name)
+def require_numbers(name: str, data: Any) -> None:
+    """Raises an error for strings, masked arrays, and integers that jax would truncate."""
+    for leaf in keras.tree.flatten(data):
+        require_unmasked(leaf, name)
+        # All other arrays are checked chunk by chunk, since reading them all may take long.
+        if isinstance(leaf, np.ndarray) and is_cheap_to_read(leaf):
+            require_integers_fit(leaf, name)
+        if _holds_strings(leaf):
+            raise TypeError(
+                f"{name}: expected numbers, got strings, on which a model cannot be trained. "
+                "Convert labels with classes, y = np.unique(y, return_inverse=True) or "
+                "keras.layers.StringLookup, texts with keras.layers.TextVectorization."
+            )
 
 
-def require_validation_data(data: Any) -> None:
-    """Raises an error for `validation_data` that hold strings, or are no data at all."""
-    _require_no_loader("validation_data", data)
-    if isinstance(data, tuple | list):
-        expected = "(x, y), (x, y, sample_weight) or an iterable of such batches"
-        has_inputs = bool(keras.tree.flatten(data[:1]))
-        require(has_inputs and len(data) <= 3, "validation_data", expected, data)
-        for name, part in zip(("x", "y"), data, strict=False):
-            _require_no_strings(f"validation_data's {name}", part)
+def _holds_strings(leaf: Any) -> bool:
+    """Returns True for a string, and for an array or a table with one in its first rows."""
+    if isinstance(leaf, str | bytes):
+        return True
+    # A DataFrame has a dtype for each column. Other kinds of arrays hold no strings.
+    is_table = hasattr(leaf, "dtypes") and hasattr(leaf, "columns")
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+    if not is_table and kind not in {"O", "S", "U", "T"}:
+        return False
+    rows = np.asarray(leaf[:8] if np.ndim(leaf) else leaf)
+    return any(isinstance(value, str | bytes) for value in rows.reshape(-1).tolist())
 
 
-def require_evaluation(
-    model: keras.Model, evaluation: Evaluation, data: Any, training: Batches
-) -> None:
+def validation_batches(
+    model: keras.Model, data: Any, batch_size: Any, steps: Any, training: Batches
+) -> Batches:
+    """Returns the batches of `validation_data`.
+
+    Raises:
+      ValueError: They are no data for Keras, or arrays that the model's test_step cannot evaluate.
+    """
+    try:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        require_numbers("validation_data's x", x)
+        require_numbers("validation_data's y", y)
+        batches = keras_batches(model, (x, y, sample_weight), batch_size, steps, trains=False)
+    except ValueError as error:
+        raise ValueError(f"validation_data: {error}") from error
+    _require_evaluation(model, batches, training)
+    return batches
+
+
+def _require_evaluation(model: keras.Model, validation: Batches, training: Batches) -> None:
     """Raises ValueError for arrays that the model's test_step cannot evaluate.
 
     Only arrays are checked, since looking at other data might use them up. The step is traced if
     examples have other shapes than those of the training data.
     """
-    for x in keras.tree.flatten(data):
-        is_array = isinstance(x, np.ndarray | jax.Array) and x.ndim and x.dtype.kind in "biufV"
-        if x is not None and not is_array:
-            return
-    try:
-        # This raises if lengths differ, or if there is no batch.
-        batches = evaluation.batches()
-    except ValueError as error:
-        raise ValueError(f"validation_data: {error}") from error
-    examples, batch = _array_shapes(batches)
+    examples, batch = _array_shapes(validation)
     # A test_step that runs uncompiled may be correct although it cannot be traced.
     is_compiled = model.jit_compile and not model.run_eagerly
     is_distributed = keras.distribution.distribution() is not None
-    if examples == _array_shapes(training)[0] or is_distributed or not is_compiled:
+    is_known = examples is None or examples == _array_shapes(training)[0]
+    if is_known or is_distributed or not is_compiled:
         return
     try:
         jax.eval_shape(KerasStep(model, "test"), variable_values(model), batch)
@@ -248,40 +245,6 @@ def warn_of_labels(model: keras.Model, y: Any) -> None:
             f"y: expected labels from 0 to {classes - 1}, since the model has {classes} outputs, "
             f"got {labels[is_wrong][0]}. Such a label has no class, and its loss means nothing."
         )
-
-
-def _require_no_loader(name: str, data: Any) -> None:
-    """Raises TypeError for data of functrain's own loops, which Keras cannot iterate."""
-    advice = (
-        "Pass the arrays themselves and batch_size=, as in bridge.fit(model, x, y, batch_size=32); "
-        "or train with functrain.fit(state, step, data)."
-    )
-    own_data = data.data if isinstance(data, Local) else data
-    is_known = not isinstance(own_data, ArrayLoader | NoData)
-    require(is_known, name, "data that Keras accepts", data, advice, error=TypeError)
-
-
-def _require_no_strings(name: str, data: Any) -> None:
-    """Raises TypeError if data hold strings. Keras would raise "Invalid dtype: str96"."""
-    if any(map(_holds_strings, keras.tree.flatten(data))):
-        raise TypeError(
-            f"{name}: expected numbers, got strings, on which a model cannot be trained. Convert "
-            "labels with classes, y = np.unique(y, return_inverse=True) or "
-            "keras.layers.StringLookup, texts with keras.layers.TextVectorization."
-        )
-
-
-def _holds_strings(leaf: Any) -> bool:
-    """Returns True for a string, and for an array or a table with one in its first rows."""
-    if isinstance(leaf, str | bytes):
-        return True
-    # A DataFrame has a dtype for each column. Other kinds of arrays hold no strings.
-    is_table = hasattr(leaf, "dtypes") and hasattr(leaf, "columns")
-    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
-    if not is_table and kind not in {"O", "S", "U", "T"}:
-        return False
-    rows = np.asarray(leaf[:8] if np.ndim(leaf) else leaf)
-    return any(isinstance(value, str | bytes) for value in rows.reshape(-1).tolist())
 
 
 def _require_callbacks(callbacks: Any) -> None:

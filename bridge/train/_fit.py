@@ -144,7 +144,7 @@ def fit(
     # Keras offers this limit for debugging, and applies it in its own fit.
     epochs = min(epochs, keras.config.max_epochs() or epochs)
     # `prepared` has the data and the arguments about them as Keras's own fit gets them.
-    prepared = keras_private.pipelines.prepared(
+    prepared = keras_private.trainer.prepared(
         model,
         "fit",
         x=x,
@@ -159,7 +159,8 @@ def fit(
         steps_per_epoch=steps_per_epoch,
         validation_steps=validation_steps,
     )
-    _checks.require_data(prepared.x, prepared.y, prepared.class_weight)
+    _checks.require_numbers("x", prepared.x)
+    _checks.require_numbers("y", prepared.y)
     data = prepared.x, prepared.y, prepared.sample_weight
     validation_data = prepared.validation_data
     if prepared.validation_split and validation_data is None:
@@ -176,11 +177,9 @@ def fit(
     options = Options(fuse, rewrites)
     evaluation: Evaluation | None = None
     if validation_data is not None:
-        _checks.require_validation_data(validation_data)
-        validation_data = keras.utils.unpack_x_y_sample_weight(validation_data)
         size, steps = validation_batch_size or prepared.batch_size, prepared.validation_steps
-        evaluation = Evaluation(model, validation_data, size, steps, validation_freq, options)
-        _checks.require_evaluation(model, evaluation, validation_data, batches)
+        validation = _checks.validation_batches(model, validation_data, size, steps, batches)
+        evaluation = Evaluation(model, validation, validation_freq, options)
     callbacks = prepared.callbacks
     _checks.require_fit(model, callbacks, has_checkpointer=checkpointer is not None)
     with contextlib.ExitStack() as stack:
@@ -254,8 +253,9 @@ def evaluate(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     arguments = {"x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-    prepared = keras_private.pipelines.prepared(model, "evaluate", **arguments, steps=steps)
-    _checks.require_data(prepared.x, prepared.y)
+    prepared = keras_private.trainer.prepared(model, "evaluate", **arguments, steps=steps)
+    _checks.require_numbers("x", prepared.x)
+    _checks.require_numbers("y", prepared.y)
     data = prepared.x, prepared.y, prepared.sample_weight
     batches = keras_batches(model, data, prepared.batch_size, prepared.steps, trains=False)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
@@ -302,8 +302,8 @@ def predict(
     numbers = {"batch_size": batch_size, "steps": steps}
     _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     arguments = {"x": x, "batch_size": batch_size, "steps": steps}
-    prepared = keras_private.pipelines.prepared(model, "predict", **arguments)
-    _checks.require_data(prepared.x)
+    prepared = keras_private.trainer.prepared(model, "predict", **arguments)
+    _checks.require_numbers("x", prepared.x)
     batches = keras_batches(
         model, (prepared.x, None, None), prepared.batch_size, prepared.steps, trains=False
     )

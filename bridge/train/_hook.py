@@ -75,10 +75,6 @@ class KerasHook:
         self.values = ModelValues(model, kind)
         self.finalizes = True
         self.logs: dict[str, Any] = {}
-        # True once the first batch of the next chunk has begun, which comes before it is fetched.
-        self._has_begun_batch = False
-        self._steps_until_action: int | None = None
-        batches.data.before_fetch = self._begin_batch
         self._last_chunk: ChunkEnd | None = None
         # The steps taken since the end of an execution, of `steps_per_execution` steps.
         self._steps_in_execution = 0
@@ -124,9 +120,7 @@ class KerasHook:
             # A callback stopped the run before the first batch. Keras checks that only after its
             # first program, of `steps_per_execution` steps.
             return step + execution
-        steps = self._steps_until_action
-        if not self._has_begun_batch:
-            steps = self.calls.steps_until_action()
+        steps = self.calls.steps_until_action()
         if self._steps_in_execution and not self.calls.fusible:
             # A chunk has ended within an execution, as for a save. The next one ends with it.
             steps = 1
@@ -160,13 +154,11 @@ class KerasHook:
         Returns:
           False if a program failed, which had consumed the values.
         """
-        # The function refers to this object, which refers to the batches.
-        self.batches.data.before_fetch = None
         last = run.last_complete_state()
         return self.values.restore(None if last is None else last[0])
 
     def _begin_epoch(self, event: EpochBegin) -> None:
-        self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
+        self._count_steps(event)
         if self.memory is not None and self.memory.is_pending:
             self._resume(event, self.memory)
         if not event.position.batch:
@@ -174,7 +166,9 @@ class KerasHook:
                 self.model.reset_metrics()
             if self.kind == "train":
                 self.callbacks.on_epoch_begin(event.epoch)
-        self.values.begin_epoch(event)
+        # A callback may have frozen layers.
+        self.values.find_variables()
+        self.values.update(event)
 
     def _resume(self, event: Event, memory: Memory) -> None:
         """Puts the values of a checkpoint into the model, and restores the callbacks."""
@@ -187,18 +181,8 @@ class KerasHook:
         self.values.push(event.state)
         memory.restore_callbacks()
 
-    def _begin_batch(self, batch: int) -> None:
-        """Calls the callbacks that begin a batch, before it is fetched, as in Keras."""
-        # Read before, since TensorBoard counts the batches that have begun.
-        self._steps_until_action = self.calls.steps_until_action()
-        self.calls.begin_batch(batch)
-        self._has_begun_batch = True
-
     def _begin_chunk(self, event: ChunkBegin) -> None:
-        # The first batch of a chunk has been fetched already if its shape ended the chunk before.
-        if not self._has_begun_batch:
-            self.calls.begin_batch(event.chunk.batch_info[0].begin)
-        self._has_begun_batch = False
+        self.calls.begin_batch(event.chunk.batch_info[0].begin)
         # As in Keras, weights that a callback sets when a batch begins are those of its step.
         self.values.pull(event)
 
@@ -206,12 +190,14 @@ class KerasHook:
         # `event.state` would flatten the state, to find out later whether a leaf was assigned.
         self.values.push(event.original_state())
         self._last_chunk = event
-        for events in event.batch_info:
-            self._steps_in_execution = self._steps_in_execution + 1 if events.end is None else 0
+        self._count_steps(event)
         if self.calls.acting:
             self.calls.end_chunk(event)
             self.values.update(event)
         self._stop_if_asked(event)
+
+    def _count_steps(self, event: Event) -> None:
+        self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
 
     def _end_epoch(self, event: EpochEnd) -> None:
         # The data may have changed the model at the end of their epoch.
@@ -219,10 +205,6 @@ class KerasHook:
         # Another process may have stopped the run.
         if event.stopped:
             self.is_stopped = True
-        # Keras begins a batch before it finds out that the data have run out.
-        if not self._has_begun_batch:
-            self.calls.begin_batch(self.batches.data.missing)
-        self._has_begun_batch = False
         if self.kind != "predict":
             self.logs = self._epoch_logs(event)
         if self.kind == "train":

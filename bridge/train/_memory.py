@@ -29,7 +29,8 @@ class Memory:
 
     def __init__(self, model: keras.Model, callbacks: Any) -> None:
         self._model = model
-        resumable = filter(_has_state, callbacks.callbacks)
+        has_state = keras_private.callbacks.has_state
+        resumable = [x for x in callbacks.callbacks if has_state(x) or is_resumable(x)]
         default_key = keras_private.callbacks.default_key
         self._callbacks = by_identity(resumable, "callbacks", default_key=default_key)
         self._saved: dict[str, Any] = {}
@@ -113,10 +114,6 @@ def _comparable_paths(model: keras.Model) -> list[str]:
     Keras counts over the whole process, so a second model of one architecture has other numbers.
     """
     return [re.sub(r"_\d+(?=_|/|$)", "", path) for path in variable_paths(model).values()]
-
-
-def _has_state(callback: Any) -> bool:
-    return keras_private.callbacks.has_state(callback) or is_resumable(callback)
 
 
 def _state(callback: Any) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Runs of a model's own steps in functrain's loop, with Keras's state, batches and callbacks."""
 
 import contextlib
-import functools
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -12,7 +10,6 @@ import keras
 from bridge import keras_private
 from bridge.model._pure_layers import may_be_compiled
 from bridge.state._keras_state import write_keras_state
-from bridge.train._batches import keras_batches
 from bridge.train._hook import KerasHook
 from bridge.train._steps import cached_step
 from functrain import Position
@@ -34,9 +31,6 @@ from functrain.internal import (
     warn,
 )
 
-# Models whose user has been told that they run uncompiled.
-_warned: weakref.WeakSet[keras.Model] = weakref.WeakSet()
-
 
 class Options(NamedTuple):
     """Options of a run that a fit and its evaluations share."""
@@ -45,40 +39,30 @@ class Options(NamedTuple):
     rewrites: Mode
 
 
-class Evaluation:
+class Evaluation(NamedTuple):
     """The evaluations at the ends of epochs of a fit.
 
     Args:
       model: The model.
-      data: The data to evaluate on.
-      size: Examples per step, or None.
-      steps: Steps per evaluation, or None.
+      batches: The data to evaluate on. As in Keras, they are made once for all evaluations.
       freq: Number of epochs between evaluations, or a list of epochs, counted from 1.
       options: The options of the fit.
-
-    Attributes:
-      is_iterator: True if each evaluation has the batches that follow those of the previous one.
-      batches: Returns the batches. As in Keras, they are made once, and serve all evaluations.
     """
 
-    def __init__(
-        self, model: keras.Model, data: Any, size: Any, steps: Any, freq: Any, options: Options
-    ) -> None:
-        self._model, self._freq, self._options = model, freq, options
-        self.is_iterator = isinstance(data[0], Iterator)
-        self.batches = functools.cache(
-            lambda: keras_batches(model, data, size, steps, trains=False)
-        )
+    model: keras.Model
+    batches: Batches
+    freq: Any
+    options: Options
 
     def is_due(self, epoch: int) -> bool:
         """Returns True if an epoch, counted from 0, ends with an evaluation."""
-        if isinstance(self._freq, list):
-            return epoch + 1 in self._freq
-        return bool((epoch + 1) % self._freq == 0)
+        if isinstance(self.freq, list):
+            return epoch + 1 in self.freq
+        return bool((epoch + 1) % self.freq == 0)
 
     def run(self, callbacks: Any) -> dict[str, Any]:
         """Evaluates and returns the metrics. As in Keras, the progress bar is not shown."""
-        return run_evaluate(self._model, self.batches(), callbacks, self._options, quiet=True)
+        return run_evaluate(self.model, self.batches, callbacks, self.options, quiet=True)
 
 
 def run_fit(
@@ -235,15 +219,14 @@ def _finish_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
 def _runs_uncompiled(model: keras.Model) -> bool:
     """Returns True if a model's steps run operation by operation, as they do in Keras.
 
-    Warns once for each model that does only because of layers that JAX may compile.
+    Warns of a model that does only because of layers that JAX may compile.
     """
     if model.run_eagerly:
         return True
     if model.jit_compile:
         return False
     layers = [x for x in keras_private.layers.all_layers(model) if not x.supports_jit]
-    if layers and model not in _warned and all(map(may_be_compiled, layers)):
-        _warned.add(model)
+    if layers and all(map(may_be_compiled, layers)):
         names = ", ".join(sorted({type(layer).__name__ for layer in layers}))
         warn(
             f"model {model.name!r} runs uncompiled, which is slow: as in Keras, because of {names} "
@@ -261,11 +244,6 @@ def _warn_of_inexact_resuming(run: Run, hook: KerasHook) -> None:
         warn(
             "x: only arrays are known to give the same batches again. These data are iterated "
             "from their start, and the batches of the epoch before the checkpoint are skipped."
-        )
-    if run.position.epoch and hook.evaluation is not None and hook.evaluation.is_iterator:
-        warn(
-            "validation_data: expected arrays, or data that can be iterated again, got an "
-            "iterator. It starts from its beginning, so evaluations may have other batches."
         )
     missing = hook.memory.missing_callbacks()
     if missing:

@@ -217,21 +217,18 @@ class ModelValues:
     Args:
       model: The model; it and all that `compile` made are built.
       kind: "train", "test" or "predict".
-
-    Attributes:
-      are_in_model: True if the variables have the values, False if the run has them.
     """
 
     def __init__(self, model: keras.Model, kind: str) -> None:
         self._model, self._fields = model, _FIELDS[kind]
-        self.are_in_model = True
         # The run's state, while the variables have the values, and the identities of its arrays.
         self._state: KerasState | None = None
         self._ids: list[int] = []
         keras_private.trainer.reattach(model)
-        self._find_variables()
+        self.find_variables()
 
-    def _find_variables(self) -> None:
+    def find_variables(self) -> None:
+        """Finds the variables of each field anew. Call it when the user may have frozen layers."""
         # The model's properties walk over all layers, which takes longer than a small step.
         lists = variable_lists(self._model)
         self._lists = [list(lists[name]) if name in self._fields else [] for name in FIELDS]
@@ -240,12 +237,6 @@ class ModelValues:
     def read(self) -> KerasState:
         """Returns the arrays in the variables, not copies."""
         return KerasState(*map(keras_private.variables.read, self._lists))
-
-    def begin_epoch(self, event: Event) -> None:
-        """Makes the values in the variables those of the run."""
-        # A callback may have frozen layers.
-        self._find_variables()
-        self.update(event)
 
     def update(self, event: Event) -> None:
         """Makes the values in the variables those of the run, if the user's code changed them."""
@@ -268,14 +259,14 @@ class ModelValues:
         compiled with a value that changes.
         """
         self.update(event)
-        self.are_in_model, self._state = False, None
+        self._state = None
         keras_private.variables.write(self._variables, [None] * len(self._variables))
 
     def push(self, state: KerasState) -> None:
         """Puts a state into the variables: from here on, they have the values."""
         values = [*state.trainable, *state.non_trainable, *state.optimizer, *state.metrics]
         keras_private.variables.write(self._variables, values)
-        self.are_in_model, self._state, self._ids = True, state, list(map(id, values))
+        self._state, self._ids = state, list(map(id, values))
         keras_private.trainer.forget_losses(self._model)
 
     def restore(self, last_state: KerasState | None) -> bool:
@@ -287,10 +278,9 @@ class ModelValues:
         Returns:
           False if there are variables whose values are lost.
         """
-        if self.are_in_model:
-            # A loop of Keras's that a callback called may have failed.
-            keras_private.trainer.reattach(self._model)
-        if last_state is not None and (not self.are_in_model or self._has_lost_values()):
+        # A loop of Keras's that a callback called may have failed.
+        keras_private.trainer.reattach(self._model)
+        if last_state is not None and self._has_lost_values():
             self.push(last_state)
         keras_private.trainer.forget_losses(self._model)
         return not self._has_lost_values()

@@ -86,14 +86,6 @@ def subclassed() -> Built:
 
 
 @kind
-def lists_of_inputs_and_outputs() -> Built:
-    a, b = keras.Input((3,)), keras.Input((2,))
-    x = layers.Concatenate()([a, b])
-    outputs = [layers.Dense(2)(x), layers.Dense(1)(x)]
-    return keras.Model([a, b], outputs), [floats(5, 3), floats(5, 2)]
-
-
-@kind
 def dicts_of_inputs_and_outputs() -> Built:
     a, b = keras.Input((3,), name="a"), keras.Input((2,), name="b")
     x = layers.Concatenate()([a, b])
@@ -133,13 +125,6 @@ def frozen() -> Built:
     model, x = batch_norm()
     model.layers[0].trainable = False
     model.layers[1].trainable = False
-    return model, x
-
-
-@kind
-def wholly_frozen() -> Built:
-    model, x = dropout()
-    model.trainable = False
     return model, x
 
 
@@ -209,14 +194,6 @@ def recurrent() -> Built:
 
 
 @kind
-def attention() -> Built:
-    x = keras.Input((6, 4))
-    y = layers.MultiHeadAttention(2, 4, dropout=0.2)(x, x)
-    y = layers.LayerNormalization()(layers.Add()([x, y]))
-    return keras.Model(x, layers.TimeDistributed(layers.Dense(3))(y)), floats(5, 6, 4)
-
-
-@kind
 def mixed_bfloat16() -> Built:
     policy = "mixed_bfloat16"
     return stack(
@@ -243,11 +220,6 @@ class Counting(layers.Layer):
 def metric_and_loss_in_call() -> Built:
     net = [keras.Input((3,)), Counting(), layers.Dense(3), Counting()]
     return keras.Sequential([keras.Sequential(net), layers.Dense(2)]), floats(5, 3)
-
-
-@kind
-def spectral_normalization() -> Built:
-    return stack(layers.SpectralNormalization(layers.Dense(4)))
 
 
 @kind

@@ -54,58 +54,41 @@ def masked(outputs: Any, mask: Any) -> jax.Array:
 
 
 Make = Callable[[], keras.Metric]
-CASES: dict[str, tuple[str, Make]] = {
-    "AUC": ("chances", metrics.AUC),
-    "Accuracy": ("guesses", metrics.Accuracy),
-    "BinaryAccuracy": ("bits", metrics.BinaryAccuracy),
-    "BinaryCrossentropy": ("bits", metrics.BinaryCrossentropy),
-    "BinaryIoU": ("chances", metrics.BinaryIoU),
-    "CategoricalAccuracy": ("one_hot", metrics.CategoricalAccuracy),
-    "CategoricalCrossentropy": ("one_hot", metrics.CategoricalCrossentropy),
-    "CategoricalHinge": ("one_hot", metrics.CategoricalHinge),
-    "ConcordanceCorrelation": ("numbers", metrics.ConcordanceCorrelation),
-    "CosineSimilarity": ("numbers", metrics.CosineSimilarity),
+HUBER = keras.losses.huber
+OF_KIND = {
+    "bits": "BinaryAccuracy BinaryCrossentropy FalseNegatives TrueNegatives TruePositives",
+    "chances": "AUC BinaryIoU",
+    "classes": "SparseCategoricalAccuracy SparseCategoricalCrossentropy",
+    "distributions": "KLDivergence",
+    "guesses": "Accuracy",
+    "numbers": "ConcordanceCorrelation CosineSimilarity LogCoshError Mean MeanAbsoluteError "
+    "MeanSquaredError PearsonCorrelation R2Score RootMeanSquaredError Sum",
+    "one_hot": "CategoricalAccuracy CategoricalCrossentropy CategoricalHinge",
+    "positive": "MeanAbsolutePercentageError MeanSquaredLogarithmicError Poisson",
+    "signs": "Hinge SquaredHinge",
+}
+WITH_ARGUMENTS: dict[str, tuple[str, Make]] = {
     "F1Score": ("bits", lambda: metrics.F1Score(average="macro")),
     "FBetaScore": ("bits", lambda: metrics.FBetaScore("weighted", beta=2.0, threshold=0.3)),
-    "FalseNegatives": ("bits", metrics.FalseNegatives),
     "FalsePositives": ("bits", lambda: metrics.FalsePositives([0.2, 0.5])),
-    "Hinge": ("signs", metrics.Hinge),
     "IoU": ("guesses", lambda: metrics.IoU(C, [0, 2])),
-    "KLDivergence": ("distributions", metrics.KLDivergence),
-    "LogCoshError": ("numbers", metrics.LogCoshError),
-    "Mean": ("numbers", metrics.Mean),
-    "MeanAbsoluteError": ("numbers", metrics.MeanAbsoluteError),
-    "MeanAbsolutePercentageError": ("positive", metrics.MeanAbsolutePercentageError),
     "MeanIoU": ("guesses", lambda: metrics.MeanIoU(C)),
-    "MeanMetricWrapper": (
-        "numbers",
-        lambda: metrics.MeanMetricWrapper(keras.losses.huber, delta=0.5),
-    ),
-    "MeanSquaredError": ("numbers", metrics.MeanSquaredError),
-    "MeanSquaredLogarithmicError": ("positive", metrics.MeanSquaredLogarithmicError),
+    "MeanMetricWrapper": ("numbers", lambda: metrics.MeanMetricWrapper(HUBER, delta=0.5)),
     "OneHotIoU": ("one_hot", lambda: metrics.OneHotIoU(C, [1, 2])),
     "OneHotMeanIoU": ("one_hot", lambda: metrics.OneHotMeanIoU(C)),
-    "PearsonCorrelation": ("numbers", metrics.PearsonCorrelation),
-    "Poisson": ("positive", metrics.Poisson),
     "Precision": ("bits", lambda: metrics.Precision(top_k=2)),
     "PrecisionAtRecall": ("chances", lambda: metrics.PrecisionAtRecall(0.5)),
-    "R2Score": ("numbers", metrics.R2Score),
     "Recall": ("bits", lambda: metrics.Recall(class_id=1)),
     "RecallAtPrecision": ("chances", lambda: metrics.RecallAtPrecision(0.5)),
-    "RootMeanSquaredError": ("numbers", metrics.RootMeanSquaredError),
     "SensitivityAtSpecificity": ("chances", lambda: metrics.SensitivityAtSpecificity(0.5)),
-    "SparseCategoricalAccuracy": ("classes", metrics.SparseCategoricalAccuracy),
-    "SparseCategoricalCrossentropy": ("classes", metrics.SparseCategoricalCrossentropy),
-    "SparseTopKCategoricalAccuracy": (
-        "classes",
-        lambda: metrics.SparseTopKCategoricalAccuracy(2),
-    ),
+    "SparseTopKCategoricalAccuracy": ("classes", lambda: metrics.SparseTopKCategoricalAccuracy(2)),
     "SpecificityAtSensitivity": ("chances", lambda: metrics.SpecificityAtSensitivity(0.5)),
-    "SquaredHinge": ("signs", metrics.SquaredHinge),
-    "Sum": ("numbers", metrics.Sum),
     "TopKCategoricalAccuracy": ("one_hot", lambda: metrics.TopKCategoricalAccuracy(2)),
-    "TrueNegatives": ("bits", metrics.TrueNegatives),
-    "TruePositives": ("bits", metrics.TruePositives),
+}
+CASES: dict[str, tuple[str, Make]] = WITH_ARGUMENTS | {
+    name: (kind, getattr(metrics, name))
+    for kind, names in OF_KIND.items()
+    for name in names.split()
 }
 MORE: dict[str, tuple[str, Make]] = {
     "AUC of labels": ("bits", lambda: metrics.AUC(multi_label=True)),

@@ -24,18 +24,18 @@ class Task(Pipeline):
 
 
 def test_the_class_that_prepares_is_found_among_the_bases() -> None:
-    assert keras_private.pipelines.preparing_class(Task()) is Pipeline
-    assert keras_private.pipelines.preparing_class(keras.Sequential()) is None
+    assert keras_private.trainer.preparing_class(Task()) is Pipeline
+    assert keras_private.trainer.preparing_class(keras.Sequential()) is None
 
 
 def test_arguments_are_those_passed_on_by_name_and_with_defaults() -> None:
-    own = keras_private.pipelines.prepared(Task(), "fit", x=1, epochs=3)
+    own = keras_private.trainer.prepared(Task(), "fit", x=1, epochs=3)
     assert (own.x, own.y, own.batch_size, own.epochs, own.validation_freq) == (20, None, 4, 3, 1)
 
 
 def test_a_method_that_does_not_prepare_takes_its_arguments_unchanged() -> None:
-    assert keras_private.pipelines.prepared(Task(), "predict", x=1, steps=2).x == 1
-    assert keras_private.pipelines.prepared(keras.Sequential(), "fit", x=1, y=2).y == 2
+    assert keras_private.trainer.prepared(Task(), "predict", x=1, steps=2).x == 1
+    assert keras_private.trainer.prepared(keras.Sequential(), "fit", x=1, y=2).y == 2
 
 
 @pytest.mark.adapters

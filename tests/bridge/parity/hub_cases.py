@@ -21,60 +21,26 @@ MERGES = ["t h", "th e"]
 SIZES = {"num_layers": 1, "hidden_dim": 8, "intermediate_dim": 16}
 
 
-def bert() -> tuple[Any, Any]:
-    """Returns a BERT, and a tokenizer of words."""
+def text_classifier() -> Any:
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     backbone = hub.models.BertBackbone(
         **SIZES, vocabulary_size=len(vocabulary), num_heads=2, max_sequence_length=8
     )
-    return backbone, hub.tokenizers.BertTokenizer(vocabulary=vocabulary)
-
-
-def text_classifier() -> Any:
-    backbone, tokenizer = bert()
+    tokenizer = hub.tokenizers.BertTokenizer(vocabulary=vocabulary)
     preprocessor = hub.models.BertTextClassifierPreprocessor(tokenizer, sequence_length=8)
     return hub.models.BertTextClassifier(backbone, 2, preprocessor=preprocessor)
 
 
-def masked_lm(rate: float = 1.0) -> Any:
-    """Returns a masked language model; with a rate of 1, no mask is drawn at random."""
-    backbone, tokenizer = bert()
-    preprocessor = hub.models.BertMaskedLMPreprocessor(
-        tokenizer,
-        sequence_length=8,
-        mask_selection_rate=rate,
-        mask_selection_length=6,
-        mask_token_rate=1.0,
-        random_token_rate=0.0,
-    )
-    return hub.models.BertMaskedLM(backbone, preprocessor=preprocessor)
-
-
-def _codes(before: list[str], after: list[str]) -> dict[str, int]:
-    pieces = [*before, *LETTERS, "th", "the", *after]
-    return {piece: i for i, piece in enumerate(pieces)}
-
-
 def gpt2(length: int = 12) -> Any:
-    # `generate` stops at the number of this piece, and 0 fills up texts.
-    codes = _codes(["!"], ["<|endoftext|>"])
+    # `generate` stops at the number of the last piece, and 0 fills up texts.
+    pieces = ["!", *LETTERS, "th", "the", "<|endoftext|>"]
+    codes = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = hub.tokenizers.GPT2Tokenizer(vocabulary=codes, merges=MERGES)
     backbone = hub.models.GPT2Backbone(
         **SIZES, vocabulary_size=len(codes), num_heads=2, max_sequence_length=length
     )
     preprocessor = hub.models.GPT2CausalLMPreprocessor(tokenizer, sequence_length=length)
     return hub.models.GPT2CausalLM(backbone, preprocessor=preprocessor)
-
-
-def llama3() -> Any:
-    headers = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-    codes = _codes(["<|begin_of_text|>", "<|end_of_text|>"], headers)
-    tokenizer = hub.tokenizers.Llama3Tokenizer(vocabulary=codes, merges=MERGES)
-    backbone = hub.models.Llama3Backbone(
-        **SIZES, vocabulary_size=len(codes), num_query_heads=2, num_key_value_heads=1
-    )
-    preprocessor = hub.models.Llama3CausalLMPreprocessor(tokenizer, sequence_length=12)
-    return hub.models.Llama3CausalLM(backbone, preprocessor=preprocessor)
 
 
 def image_classifier() -> Any:

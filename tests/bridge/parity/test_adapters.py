@@ -51,17 +51,6 @@ def pandas_frame_and_series() -> Case:
     return model, {**arguments, **series, "x": pandas.DataFrame(X)}
 
 
-@CASES
-def pandas_columns_by_name() -> Case:
-    pandas = library("pandas")
-    inputs = {name: keras.Input((1,), name=name) for name in "ab"}
-    x = layers.Dense(4)(layers.Concatenate()(list(inputs.values())))
-    model = keras.Model(inputs, x)
-    model.compile("adam", "mse")
-    frame = pandas.DataFrame(X[:, :2], columns=["a", "b"])
-    return model, {"x": {name: frame[name] for name in "ab"}, "y": Y, "batch_size": BATCH}
-
-
 def rows(grain: Any) -> Any:
     class Rows(grain.sources.RandomAccessDataSource):
         def __len__(self) -> int:
@@ -77,22 +66,6 @@ def rows(grain: Any) -> Any:
 def grain_map_dataset() -> Case:
     grain = library("grain")
     return of(grain.MapDataset.source(rows(grain)).shuffle(seed=3).batch(BATCH))
-
-
-@CASES
-def grain_iter_dataset() -> Case:
-    grain = library("grain")
-    endless = grain.MapDataset.source(rows(grain)).repeat().to_iter_dataset()
-    return of(endless.batch(BATCH), steps_per_epoch=5)
-
-
-@CASES
-def grain_data_loader() -> Case:
-    grain = library("grain")
-    whole = grain.sharding.NoSharding()
-    sampler = grain.samplers.SequentialSampler(len(X), shard_options=whole)
-    batches = [grain.transforms.Batch(BATCH)]
-    return of(grain.DataLoader(data_source=rows(grain), sampler=sampler, operations=batches))
 
 
 def tf_rows(*more: Any) -> Any:

@@ -38,17 +38,6 @@ class Labelled(Batches):
         self.epochs += 1
 
 
-class Endless(Batches):
-    """A PyDataset that does not say how long it is."""
-
-    @property
-    def num_batches(self) -> None:
-        return None
-
-    def __getitem__(self, i: int) -> Any:
-        return super().__getitem__(i % 6)
-
-
 def endless() -> Iterator[Any]:
     while True:
         for i in range(N // BATCH):
@@ -104,7 +93,6 @@ CASES.table(
     validation_steps=lambda: dense(validation_data=(X, Y), validation_steps=2),
     py_dataset=lambda: dense(x=Batches(), y=None, validation_data=Batches()),
     py_dataset_of_epochs=labelled,
-    endless_py_dataset=lambda: generated(Endless(), 4),
     generator=lambda: generated(endless(), 7),
     generator_of_jax_arrays=lambda: generated(
         (tuple(map(ops.convert_to_tensor, batch)) for batch in endless()), 7
@@ -158,14 +146,6 @@ def nested_inputs() -> Case:
     model = keras.Model([a, {"b": b, "c": c}], layers.Dense(4)(x))
     data = [X, {"b": -X, "c": X**2}]
     return compiled(model, x=data, y=Y, validation_split=0.25, batch_size=BATCH)
-
-
-@CASES
-def columns() -> Case:
-    a, b = keras.Input((1,), name="a"), keras.Input((), name="b")
-    x = layers.Concatenate()([a, layers.Reshape((1,))(b)])
-    model = keras.Model({"a": a, "b": b}, layers.Dense(1)(x))
-    return compiled(model, x={"a": X[:, 0], "b": X[:, 1]}, y=Y[:, 0])
 
 
 @CASES

@@ -16,7 +16,6 @@ import keras
 import numpy as np
 import pytest
 
-import functrain as ft
 from tests.bridge import parity
 
 with warnings.catch_warnings():
@@ -74,7 +73,7 @@ def with_lora(quantized: str | None = None) -> Any:
 
 
 CASES.table(
-    every_run="class_weight masked_lm llama3 lora lora_on_an_int4_base",
+    every_run="class_weight lora lora_on_an_int4_base",
     class_weight=lambda: case(
         hub.text_classifier,
         TEXTS,
@@ -92,8 +91,6 @@ CASES.table(
         validation_freq=2,
     ),
     pairs_of_texts=lambda: case(hub.text_classifier, (TEXTS, TEXTS[::-1]), LABELS),
-    masked_lm=lambda: case(hub.masked_lm, TEXTS),
-    llama3=lambda: case(hub.llama3, TEXTS),
     lora=lambda: case(with_lora, TEXTS),
     lora_on_an_int8_base=lambda: case(lambda: with_lora("int8"), TEXTS),
     lora_on_an_int4_base=lambda: case(lambda: with_lora("int4"), TEXTS),
@@ -155,30 +152,6 @@ def test_evaluate_and_predict_equal_those_of_the_task(make: Any) -> None:
     del data["y"]
     predicted = bridge.predict(task, **data, rewrites="exact", fuse=2)
     np.testing.assert_array_equal(predicted, task.predict(**data))
-
-
-def test_a_fit_that_resumes_ends_as_one_that_was_not_interrupted(tmp_path: Any) -> None:
-    class Stop(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            if self.model.optimizer.iterations == 8:  # the third step of the second epoch
-                raise KeyboardInterrupt
-
-    def fit(folder: str, *callbacks: Any) -> Any:
-        def way(task: Any, **arguments: Any) -> Any:
-            checkpointer = ft.Checkpointer(tmp_path / folder)
-            return bridge.fit(
-                task, **arguments, rewrites="exact", callbacks=callbacks, checkpointer=checkpointer
-            )
-
-        return parity.run(sample_weight_and_a_validation_split, way, fuse=1)
-
-    whole, history = fit("whole")
-    with pytest.raises(KeyboardInterrupt):
-        fit("parts", Stop())
-    resumed, resumed_history = fit("parts")
-    np.testing.assert_equal(resumed_history, history)
-    for one, other in zip(parity.variables(resumed), parity.variables(whole), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def without(monkeypatch: Any, *libraries: str) -> None:

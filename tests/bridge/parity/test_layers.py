@@ -107,16 +107,6 @@ def masks() -> Case:
     return model, {"x": TOKENS, "y": SEQUENCES}
 
 
-@CASES
-def attention() -> Case:
-    inputs = keras.Input((6, 4))
-    x = layers.MultiHeadAttention(2, 4, dropout=0.1)(inputs, inputs)
-    x = layers.LayerNormalization()(x + inputs)
-    model = keras.Model(inputs, layers.Dense(4)(layers.GlobalAveragePooling1D()(x)))
-    model.compile("adamw", "mse")
-    return model, {"x": SEQUENCES, "y": Y}
-
-
 @CASES.each
 def test_fit_equals_keras_to_the_bit_whatever_is_fused(make: Any, fuse: Any) -> None:
     parity.assert_fits_as_keras(make, fuse)

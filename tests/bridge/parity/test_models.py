@@ -48,13 +48,6 @@ def lists_of_outputs() -> Case:
     return model, {"x": [X, -X], "y": [Y, -Y], "validation_split": 0.25}
 
 
-@CASES
-def subclassed() -> Case:
-    model = Subclassed()
-    model.compile("adam", "mse", metrics=["mae"])
-    return model, {"x": X, "y": Y, "validation_split": 0.25}
-
-
 class OwnLoss(Subclassed):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return ops.mean(ops.abs(y - y_pred)) + 0.01 * ops.mean(ops.square(y_pred))
@@ -155,12 +148,6 @@ class Moments(keras.metrics.Metric):
 @CASES
 def metric_with_a_dict_and_a_reset_of_its_own() -> Case:
     return dense(compiled={"metrics": [Moments(), "mae"]}, validation_split=0.25, epochs=3)
-
-
-@CASES
-def means_and_sums() -> Case:
-    metrics = [keras.metrics.MeanSquaredError(), keras.metrics.CosineSimilarity(), "mae"]
-    return dense(compiled={"metrics": metrics, "weighted_metrics": ["mape"]}, epochs=3)
 
 
 @CASES

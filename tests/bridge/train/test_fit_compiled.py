@@ -2,8 +2,6 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
-import random
-import warnings
 from typing import Any
 
 import jax
@@ -110,7 +108,6 @@ def test_a_layer_with_supports_jit_is_compiled() -> None:
     model, counted = make(*rotations())
     with pytest.warns(UserWarning, match=r"RandomRotation, RandomTranslation .*supports_jit"):
         fit(model)
-    fit(model)  # warns once
     for layer in model.layers[:2]:
         layer.supports_jit = True
     model.compile("sgd", counted)
@@ -211,20 +208,3 @@ def test_an_error_in_an_uncompiled_step_leaves_the_steps_before_it() -> None:
         with pytest.raises(AssertionError, match="the fourth step fails"):
             fit(model, way)
         assert int(model.optimizer.iterations) == 3
-
-
-def test_the_open_way_says_what_is_frozen() -> None:
-    class Own(layers.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.supports_jit = False
-
-        def call(self, x: Any) -> Any:
-            return x * random.random()
-
-    model, _ = make(Own(), *rotations())
-    with pytest.warns(UserWarning, match="^Own: Keras does not compile models with this layer"):
-        bridge.from_keras(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        bridge.from_keras(make(*rotations())[0])

@@ -2,14 +2,13 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import keras
 import numpy as np
 import pytest
-from keras import layers
 
 import functrain as ft
 from tests.bridge.fitting import X, Y, assert_same, fit, fresh, values
@@ -213,53 +212,3 @@ def test_two_variables_may_share_an_array() -> None:
         fit(model, way)
         models.append(model)
     assert_same(*models)
-
-
-def test_a_step_finds_no_values_in_the_variables_to_compile_in() -> None:
-    class Reads(keras.Sequential):
-        def train_step(self, state: Any, data: Any) -> Any:
-            logs, state = super().train_step(state, data)
-            return {**logs, "rate": self.optimizer.learning_rate.value}, state
-
-    for way in (bridge.fit, keras.Model.fit):
-        model = Reads([keras.Input((8,)), layers.Dense(4)])
-        model.compile("sgd", "mse")
-        with pytest.raises(TypeError, match="NoneType"):
-            fit(model, way)
-
-
-class Order(keras.callbacks.Callback):
-    """Writes down which methods are called, and which batches are fetched."""
-
-    def __init__(self, shape: Any = None) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.shape = shape
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        self.seen.append(f"begin {batch}")
-        np.random.normal()
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.seen.append(f"end {batch}")
-
-    def batches(self) -> Iterator[Any]:
-        for i, size in enumerate([8, 8, 6, 6, 8]):
-            self.seen.append(f"fetch {i}")
-            # The batch depends on what callbacks have drawn.
-            yield X[:size] * np.random.normal(), Y[:size]
-
-
-@pytest.mark.parametrize("more", [{}, {"steps_per_epoch": 2, "epochs": 2}, {"epochs": 2}], ids=str)
-@pytest.mark.parametrize("execution", [1, 2])
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_a_batch_begins_before_it_is_fetched_as_in_keras(more: Any, execution: int) -> None:
-    runs = []
-    for way, exact in ((bridge.fit, {"rewrites": "exact"}), (keras.Model.fit, {})):
-        order, model = Order(), fresh(steps_per_execution=execution)
-        np.random.seed(0)
-        way(model, order.batches(), verbose=0, shuffle=False, callbacks=[order], **more, **exact)
-        runs.append((order.seen, model))
-    (ours, model), (theirs, keras_model) = runs
-    assert ours == theirs
-    assert_same(model, keras_model)

@@ -13,7 +13,6 @@ import functrain as ft
 from tests.bridge.fitting import assert_same
 from tests.bridge.train.interrupting import (
     EPOCHS,
-    Arguments,
     Interrupt,
     Interrupted,
     X,
@@ -146,16 +145,6 @@ def test_data_of_unknown_length_resume_in_a_later_epoch(tmp_path) -> None:
     assert found.history == history.history
     _, finished = run(**how)
     assert finished.history == history.history
-
-
-def test_an_iterator_to_evaluate_on_is_begun_anew_with_a_warning(tmp_path) -> None:
-    def evaluated_on(epochs: int) -> Arguments:
-        batches = ((X[i : i + 10], Y[i : i + 10]) for i in range(0, 80, 10))
-        return lambda: {"validation_data": batches, "validation_steps": 2, "epochs": epochs}
-
-    fit(dense, evaluated_on(1), checkpointer=ft.Checkpointer(tmp_path))
-    with pytest.warns(UserWarning, match="validation_data: expected arrays.* got an iterator"):
-        fit(dense, evaluated_on(2), checkpointer=ft.Checkpointer(tmp_path))
 
 
 def other_width() -> keras.Model:
