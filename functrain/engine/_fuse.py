@@ -117,16 +117,14 @@ class Fused(Generic[StateT]):
             if self._donate:
                 # On several devices jax does not raise for a buffer that is donated twice: it ends
                 # the process.
-                _require_no_aliases(state, chunk)
+                _require_donatable(state, chunk)
         try:
             is_number = not hasattr(n, "dtype")
             new_state, rows, _ = compiled(state, chunk, count_on(scalars, n) if is_number else n)
         except (RuntimeError, ValueError) as error:
-            if "deleted" in str(error):
-                _require_live(state, error)
             # jax raises one class or the other for a bad donation, depending on the message.
-            if "donate" in str(error):
-                _require_no_aliases(state, chunk, error)
+            if "deleted" in str(error) or "donate" in str(error):
+                _require_donatable(state, chunk, error)
             raise
         return new_state, rows
 
@@ -171,27 +169,17 @@ class _Arguments(NamedTuple):
     chunk: PyTree
 
 
-def _require_no_aliases(state: PyTree, chunk: PyTree, cause: Exception | None = None) -> None:
-    """Raises ValueError if a leaf of the state shares its buffer with another argument."""
-    shared = []
+def _require_donatable(state: PyTree, chunk: PyTree, cause: Exception | None = None) -> None:
+    """Raises ValueError if leaves of the state are consumed, or share buffers with arguments."""
+    leaves = _tree.leaves_with_path(state)
+    problems = [f"{path}: consumed by a program" for path, x in leaves if _tree.is_deleted(x)]
     for first, second in _tree.aliases(_Arguments(state, chunk)):
         # Two leaves of the chunk may share one: the chunk is not donated.
         if first.startswith("state") or second.startswith("state"):
-            shared.append(f"{first} and {second}")
-    if shared:
+            problems.append(f"{first} and {second}: one buffer")
+    if problems:
         raise ValueError(
-            "state: expected leaves that share no buffers, since the program takes them over "
-            f"(donation), got shared buffers:\n{_tree.bullets(shared)}\nCopy one of each pair "
-            "with jnp.copy, or pass donate=False. Nothing was changed."
-        ) from cause
-
-
-def _require_live(state: PyTree, cause: Exception) -> None:
-    """Raises ValueError from an error of jax if an earlier program has consumed a leaf."""
-    deleted = [path for path, x in _tree.leaves_with_path(state) if _tree.is_deleted(x)]
-    if deleted:
-        raise ValueError(
-            "state: expected live arrays, none that an earlier program took over (donation), got\n"
-            f"{_tree.bullets(deleted)}\nContinue with the state that this program returned; copy "
-            "the arrays that you want to keep, or pass donate=False."
+            "state: expected live arrays with buffers of their own, since the program takes them "
+            f"over (donation), got\n{_tree.bullets(problems)}\nContinue with the state that the "
+            "program returned; copy arrays with jnp.copy, or pass donate=False."
         ) from cause

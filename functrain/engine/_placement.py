@@ -75,7 +75,6 @@ def chunk_placer(
             is_compared = True
         if replicates:
             return jax.tree.map(lambda x: _put(x, divisible_sharding(x.shape, chunked)), batches)
-        _require_even_shards(batches, chunked, sharding.spec)
         return _put(batches, chunked)
 
     return place
@@ -106,10 +105,7 @@ def chunk_shapes(batch: PyTree, k: int, sharding: NamedSharding | None) -> PyTre
         leaf_sharding = None if chunked is None else _leaf_sharding(shape, chunked)
         return jax.ShapeDtypeStruct(shape, x.dtype, sharding=leaf_sharding)
 
-    chunk = jax.tree.map(add_axis, _tree.shapes(batch))
-    if sharding is not None and chunked is not None:
-        _require_even_shards(chunk, chunked, sharding.spec)
-    return chunk
+    return jax.tree.map(add_axis, _tree.shapes(batch))
 
 
 def _chunk_sharding(sharding: NamedSharding) -> NamedSharding:
@@ -128,26 +124,18 @@ def require_divisible(batches: Batches, sharding: NamedSharding | None) -> None:
     """Raises ValueError if devices cannot divide batches evenly, for shapes known in advance."""
     if sharding is None:
         return
-    for batch in batches.known_shapes():
-        _require_even_shards(batch, sharding, sharding.spec, f"{batches.name}: ")
-
-
-def _require_even_shards(
-    batches: PyTree, sharding: NamedSharding, spec: PartitionSpec, prefix: str = ""
-) -> None:
-    lines = []
-    for path, x in _tree.leaves_with_path(batches):
-        try:
-            _leaf_sharding(x.shape, sharding).shard_shape(x.shape)
-        except ValueError:
-            lines.append(f"{path}: {_tree.spec(x)}")
-    require_no_problems(
-        f"{prefix}sharding",
-        lines,
-        f"batches that divide evenly over {spec} of the mesh",
+    expected = f"batches that divide evenly over {sharding.spec} of the mesh"
+    advice = (
         "Choose a batch size that is a multiple of the number of devices, and in training "
-        "drop_remainder=True if the last batch is smaller.",
+        "drop_remainder=True if the last batch is smaller."
     )
+    for batch in batches.known_shapes():
+        lines = []
+        for path, x in _tree.leaves_with_path(batch):
+            divided = sharding.spec[: len(x.shape)]
+            if tuple(divisible_sharding(x.shape, sharding).spec) != tuple(divided):
+                lines.append(f"{path}: {_tree.spec(x)}")
+        require_no_problems(f"{batches.name}: sharding", lines, expected, advice)
 
 
 def place_on_mesh(carry: PyTree, sharding: NamedSharding | None) -> PyTree:
@@ -268,13 +256,9 @@ def pin_carry(carry: PyTree, pins: Pins | None) -> PyTree:
     # A carry of another structure is an error that `check_carry` raises, leaf by leaf.
     if pins is None or _tree.structure(carry) != pins.structure:
         return carry
-    pinned = map(_constrain, jax.tree.leaves(carry), pins.shardings)
-    return jax.tree.unflatten(pins.structure, pinned)
-
-
-def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
-    if sharding is None:
-        return x
-    # A step may return a Python number, which has no sharding to constrain.
-    array = x if hasattr(x, "dtype") else jnp.asarray(x)
-    return jax.lax.with_sharding_constraint(array, sharding)
+    leaves = jax.tree.leaves(carry)
+    for i, sharding in enumerate(pins.shardings):
+        if sharding is not None:
+            # A step may return a Python number, which has no sharding to constrain.
+            leaves[i] = jax.lax.with_sharding_constraint(jnp.asarray(leaves[i]), sharding)
+    return jax.tree.unflatten(pins.structure, leaves)

@@ -13,7 +13,6 @@ import jax
 from functrain.common import _tree
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
-from functrain.common._warnings import warn
 from functrain.data._batches import Batches, Chunk, shapes
 from functrain.engine._position import Position
 from functrain.engine._trigger import Trigger, steps_until_due
@@ -42,8 +41,6 @@ PROGRAM_SECONDS = 0.25
 CHUNK_PART = 1 / 64
 # Batches are stacked in runs of at least K divided by this number, and of two.
 PADDING = 8
-# More shapes of batches than this are probably a mistake, as each costs a compilation.
-MAX_SHAPES = 16
 # For a device that is not in the table of chips: less than that of any accelerator in use.
 BANDWIDTH = 200e9
 
@@ -99,12 +96,11 @@ class Plan:
         self._groups: dict[Any, Group] = {}
         self._first_batch: PyTree = None
 
-    def group_of(self, batch: PyTree, name: str = "data") -> Group:
+    def group_of(self, batch: PyTree) -> Group:
         """Returns the group of a batch, and chooses its K if it is the first one of its shape.
 
         Args:
           batch: The batch, or its shapes.
-          name: The argument that the data were passed as, for a warning.
         """
         # Loaders return one object for all batches of full size, and a signature takes time.
         if self.first is not None and batch is self._first_batch:
@@ -114,12 +110,6 @@ class Plan:
             group = self._groups[signature] = Group(self._choose_k(batch))
             if self.first is None:
                 self.first, self._first_batch = group, batch
-            if len(self._groups) == MAX_SHAPES + 1:
-                warn(
-                    f"{name}: the batches have {MAX_SHAPES + 1} shapes so far, and every shape "
-                    "costs a compilation. Pad them to a few shapes, such as the next power of two "
-                    "of a length."
-                )
         return self._groups[signature]
 
     def _choose_k(self, batch: PyTree) -> int:
@@ -235,7 +225,7 @@ def chunks(
         if plan.first is None:
             # The first batch may be a smaller one: a run can resume at the last of an epoch.
             plan.group_of(next(iter(batches.known_shapes()), batch))
-        group = plan.group_of(batch, batches.name)
+        group = plan.group_of(batch)
         # Only a smaller batch at the end of an epoch is not followed by others.
         plan.is_mixed = plan.is_mixed or previous not in (None, group, plan.first)
         if group is not plan.latest:

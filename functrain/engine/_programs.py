@@ -165,7 +165,7 @@ class _Entry:
     """
 
     owner: Callable[[], Any]
-    programs: dict[Hashable, Program]
+    programs: dict[Hashable, Any]
     attributes: dict[str, Any]
 
     def get_owner(self) -> Any:
@@ -180,10 +180,8 @@ class _Entry:
 _entries: dict[int, _Entry] = {}
 
 
-def cached_program(
-    step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Program]
-) -> Program:
-    """Returns the program of a step under a key, built at the first call.
+def cached_program(step: Any, key: Hashable, build: Callable[[Callable[[], Any]], Any]) -> Any:
+    """Returns the program of a step under a key, or another result, built at the first call.
 
     So two calls of `fit` with one step compile once. If the step is an object or a method of one,
     its programs are built again after one of its attributes was changed.
@@ -251,20 +249,14 @@ def has_programs(step: Any) -> bool:
 
 def initial_metrics(step: Any, state: PyTree) -> PyTree:
     """Returns the states of a step's metrics before the first batch; copy them for a program."""
-
-    def build(get_step: Callable[[], Any]) -> Program:
-        metrics = get_step().start(state).metrics
-        return lambda: metrics
-
-    return cached_program(step, ("initial metrics", _tree.signature(state)), build)()
+    key = "initial metrics", _tree.signature(state)
+    return cached_program(step, key, lambda get: get().start(state).metrics)
 
 
 def metric_names(step: Any) -> frozenset[str]:
     """Returns the names of the values that a step's metrics compute."""
-    names: Any = cached_program(
-        step, "metric names", lambda get: functools.cache(lambda: _trace_names(get()))
-    )
-    return frozenset(names())
+    names: frozenset[str] = cached_program(step, "metric names", lambda get: _trace_names(get()))
+    return names
 
 
 def _trace_names(step: Any) -> frozenset[str]:

@@ -312,14 +312,13 @@ def _merge_batches(x: np.ndarray) -> np.ndarray:
 def _trace(step: MeteredStep, state: PyTree, batch: PyTree) -> None:
     """Traces a step, unless it was traced with these shapes before."""
 
-    def build(get_step: Callable[[], MeteredStep]) -> Callable[[], None]:
+    def trace(get_step: Callable[[], MeteredStep]) -> None:
         abstract_state = _placement.abstract_on_mesh(state, None)
         with tracing_guards():
             jax.eval_shape(lambda s, x: step(step.start(s), x), abstract_state, _tree.shapes(batch))
-        # What is cached is that there was no error.
-        return lambda: None
 
-    cached_program(step, ("trace", _tree.signature(state), _tree.signature(batch)), build)
+    # What is cached is that there was no error.
+    cached_program(step, ("trace", _tree.signature(state), _tree.signature(batch)), trace)
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:

@@ -210,14 +210,6 @@ def test_all_batches_come_in_order_in_few_programs(k, seed, chip) -> None:
         assert len({chunk.batches.shape for chunk in chunks}) <= 2 * 3
 
 
-def test_many_shapes_are_warned_of_once() -> None:
-    with pytest.warns(UserWarning, match="data: the batches have 17 shapes so far") as warnings:
-        sizes(Feed(batches(*range(1, 30)), 2))
-    assert len(warnings) == 1
-    # Warnings are errors in tests.
-    sizes(Feed(batches(*range(1, 17)), 2))
-
-
 @pytest.mark.parametrize(
     ("odd", "message"),
     [
