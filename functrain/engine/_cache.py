@@ -8,15 +8,6 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from functrain.common._library import import_optional
 from functrain.common._paths import path_text
 
-_DIRECTORY = "jax_compilation_cache_dir"
-_OPTIONS = {
-    # By default jax caches only programs that took a second to compile, which leaves out those of
-    # small models.
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-    # -1 rather than 0, which lets jax set a limit for the file system of the cache.
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-}
-
 
 def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
     """Keeps compiled programs in a directory and loads them from there next time.
@@ -44,8 +35,12 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
     else:
         directory = os.path.abspath(directory)
         os.makedirs(directory, exist_ok=True)
-    for name, value in (_OPTIONS | {_DIRECTORY: directory}).items():
-        jax.config.update(name, value)
+    jax.config.update("jax_compilation_cache_dir", directory)
+    # By default jax caches only programs that took a second to compile, which leaves out those of
+    # small models.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    # -1 rather than 0, which lets jax set a limit for the file system of the cache.
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     # jax opens the directory once, at its first program, and does not tell which one is open: the
     # config may have named another one since. After a reset it opens the one that is named now.
     reset_cache()

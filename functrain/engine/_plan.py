@@ -13,7 +13,7 @@ import jax
 from functrain.common import _tree
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
-from functrain.data._batches import Batches, Chunk, shapes
+from functrain.data._batches import Batches, Chunk
 from functrain.engine._position import Position
 from functrain.engine._trigger import Trigger, steps_until_due
 from functrain.targets._chips import Chip, machine_memory
@@ -69,8 +69,7 @@ class Plan:
       state_bytes: Size of the program's carry.
       row_bytes: Given a batch, returns the size of a step's outputs. Needed only for predictions,
         whose outputs are large.
-      intervals: Given the shapes of a batch, returns the numbers of steps between pauses; see
-        `auto_steps`.
+      intervals: Returns the numbers of steps between pauses; see `auto_steps`.
       chip: The accelerator that the programs run on; None for a CPU.
 
     Attributes:
@@ -85,7 +84,7 @@ class Plan:
     fuse: FuseArg
     state_bytes: int = 0
     row_bytes: Callable[[PyTree], int] | None = None
-    intervals: Callable[[PyTree], Iterable[int | None]] = lambda batch: ()
+    intervals: Callable[[], Iterable[int | None]] = tuple
     chip: Chip | None = None
 
     def __post_init__(self) -> None:
@@ -119,7 +118,7 @@ class Plan:
             size += self.row_bytes(
                 jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _tree.shapes(x), batch)
             )
-        intervals = list(filter(None, self.intervals(shapes(batch))))
+        intervals = list(filter(None, self.intervals()))
         if self.fuse == "auto":
             return auto_steps(size, self.state_bytes, intervals, chip=self.chip)
         # A longer chunk than there are steps between two pauses would be padded every time.

@@ -150,7 +150,7 @@ class Evaluation:
         driver = _begin_pass(step, EVALUATION, self.arguments, state, metrics)
         plan = Plan(
             self.arguments.fuse,
-            intervals=lambda batch: [batches.full_steps],
+            intervals=lambda: [batches.full_steps],
             chip=accelerator_of(state),
         )
         for _ in _run_pass(driver, batches, plan):
@@ -275,7 +275,7 @@ def prediction_plan(
 ) -> Plan:
     """Returns the plan of a prediction, which needs several programs, and room for all outputs."""
 
-    def intervals(batch: PyTree) -> list[int | None]:
+    def intervals() -> list[int | None]:
         steps = batches.full_steps
         return [prediction_interval(steps) if fuse == "auto" else steps]
 

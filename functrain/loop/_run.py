@@ -290,6 +290,6 @@ def _plan(carry: PyTree, arguments: RunArguments) -> Plan:
     return Plan(
         arguments.fuse,
         state_bytes=nbytes(carry),
-        intervals=lambda batch: [batches.full_steps, longest_interval(triggers)],
+        intervals=lambda: [batches.full_steps, longest_interval(triggers)],
         chip=accelerator_of(carry),
     )

@@ -36,7 +36,7 @@ class Feed:
         self.batches, self.boundaries = as_batches(data), boundaries
         self.plan = Plan(
             fuse,
-            intervals=lambda batch: [self.batches.full_steps],
+            intervals=lambda: [self.batches.full_steps],
             state_bytes=state_bytes,
             chip=chip,
         )
@@ -270,7 +270,7 @@ def test_a_fuse_below_one_is_refused(fuse) -> None:
 
 @pytest.mark.parametrize("fuse", [500, 10**12])
 def test_a_program_has_no_more_steps_than_there_are_between_two_pauses(fuse) -> None:
-    plan = Plan(fuse, intervals=lambda batch: [None, 7, 9])
+    plan = Plan(fuse, intervals=lambda: [None, 7, 9])
     assert plan.group_of(np.zeros((8, 3), np.float32)).k == 7
 
 
