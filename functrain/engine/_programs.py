@@ -95,7 +95,9 @@ def program(step: Any, kind: Kind, loop: LoopOptions) -> Program:
     `count_on`, and the rows are `[K, ...]`. `done` is a number that is ready when all of the
     program has run; None if the step trains and has logs, which serve as well.
     """
-    return cached_program(step, (kind.name, loop), lambda get_step: _build(get_step, kind, loop))
+    key = kind.name, loop
+    compiled: Program = cached_program(step, key, lambda get_step: _build(get_step, kind, loop))
+    return compiled
 
 
 @functools.lru_cache(maxsize=1024)
