@@ -17,9 +17,7 @@ def render(table: Table, width: int = 100_000) -> str:
         width=width,
         markup=False,
         emoji=False,
-        highlight=False,
         color_system=None,
-        force_terminal=False,
         force_jupyter=False,
     )
     with console.capture() as capture:

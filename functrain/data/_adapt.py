@@ -108,16 +108,12 @@ class LoaderBatches(Batches):
 
     def take(self, k: int, limit: int) -> Chunk:
         """Makes the next batches."""
-        loader, start = self.data, self._next
         # A smaller last batch has a chunk to itself.
-        steps = max(1, min(limit, self.full_steps - start))
+        steps = max(1, min(limit, self.full_steps - self._next))
         if self._rest is not None:
             batches, steps = stack_batches(self._rest.take(steps), k)
-        elif start < self.full_steps:
-            batches = pad_chunk(loader.chunk(self._epoch, start, steps), k)
         else:
-            last = loader.batch(self._epoch, start)
-            batches = pad_chunk(jax.tree.map(lambda x: x[None], last), k)
+            batches = pad_chunk(self.data.chunk(self._epoch, self._next, steps), k)
         self._next += steps
         return Chunk(batches, k, steps)
 

@@ -62,8 +62,8 @@ def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:
     if weight.ndim > values.ndim and weight.shape[-1] == 1:
         weight = weight[..., 0]
     # The leading axes of the losses, each of which may be 1 in the weights.
-    leading = values.shape[: weight.ndim]
-    fits = len(leading) == weight.ndim and all(map(_broadcasts, weight.shape, leading))
+    pairs = zip(weight.shape, values.shape, strict=False)
+    fits = weight.ndim <= values.ndim and all(n in (1, length) for n, length in pairs)
     expected = f"the leading axes of the losses, {_tree.spec(values)}"
     advice = "A metric whose values have other axes takes weighted=False."
     require(fits, "sample_weight", expected, weight, advice)
@@ -94,7 +94,3 @@ def require_example_count(batch: PyTree) -> int:
             "Aux(model_state, weight=number)."
         )
     return 1 if count is None else count
-
-
-def _broadcasts(length: int, target: int) -> bool:
-    return length in (1, target)

@@ -67,7 +67,7 @@ class SeekableLoader(abc.ABC):
 
     @abc.abstractmethod
     def chunk(self, epoch: int, start: int, k: int) -> PyTree:
-        """Returns the K full batches from number `start` on, stacked."""
+        """Returns the K batches from number `start` on, stacked; a smaller last one by itself."""
 
     @abc.abstractmethod
     def shapes(self, examples: int) -> PyTree:
@@ -280,16 +280,18 @@ class ArrayLoader(SeekableLoader):
         return batch
 
     def chunk(self, epoch: int, start: int, k: int) -> PyTree:
-        """Returns the K full batches from number `start` on, stacked: leaves `[K, B, ...]`."""
-        if not (start >= 0 and k >= 1 and start + k <= self.full_batches):
-            last = self.full_batches - 1
-            raise IndexError(f"chunk: expected full batches, 0 to {last}, got {k} from {start}")
+        """Returns the K batches from number `start` on, stacked: leaves `[K, B, ...]`.
+
+        The last batch may be smaller: then K is 1.
+        """
         if not self.knows_shapes:
             batches = (self.batch(epoch, index) for index in range(start, start + k))
             return _stack.stack_batches(batches, k)[0]
         size = self.batch_size
         # One gather for all K batches, which are adjacent in the epoch's order.
-        rows = self._take(epoch, start * size, (start + k) * size)
+        stop = min((start + k) * size, self.examples)
+        rows = self._take(epoch, start * size, stop)
+        size = min(size, stop - start * size)
         return jax.tree.map(lambda x: x.reshape(k, size, *x.shape[1:]), rows)
 
     def shapes(self, examples: int) -> PyTree:
@@ -340,14 +342,11 @@ def _common_length(data: PyTree) -> int:
     Raises:
       ValueError: There are none, or leaves have different lengths.
     """
-    lengths = {x.shape[:1] for x in jax.tree.leaves(data)}
-    require(lengths, "data", "a pytree of arrays, with at least one leaf", data)
-    if len(lengths) > 1 or () in lengths:
+    lengths = {len(x) if x.ndim else 0 for x in jax.tree.leaves(data)}
+    if len(lengths) != 1 or 0 in lengths:
         raise ValueError(
-            "data: expected leaves of one length, the number of examples, got\n"
-            f"{_tree.format_leaves(data)}\nFor several inputs pass a tuple or dict of arrays, not "
-            "a list of examples."
+            "data: expected arrays of one length, the number of examples, which is at least 1, got"
+            f"\n{_tree.format_leaves(data)}\nFor several inputs pass a tuple or dict of arrays, "
+            "not a list of examples."
         )
-    ((length,),) = lengths
-    require(length, "data", "at least one example", data)
-    return int(length)
+    return lengths.pop()
