@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from functrain.common import _repr
 from functrain.common._checks import require
 from functrain.engine._placement import ShardingArg
 from functrain.engine._plan import FuseArg
@@ -15,7 +14,7 @@ from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(eq=False)
 class Evaluate:
     """A hook that evaluates the state and adds the results to the event's values.
 
@@ -72,9 +71,6 @@ class Evaluate:
         self.evaluation = Evaluation(self.step, self.data, fuse=self.fuse, **options)
         self.batches = self.evaluation.batches
         self.every = as_trigger(self.every, Every(epochs=1))
-
-    def __repr__(self) -> str:
-        return _repr.call(self, data=self.batches.data, every=self.every, prefix=self.prefix)
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
