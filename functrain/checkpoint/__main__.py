@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from functrain.checkpoint._checkpoint import verify
 from functrain.checkpoint._directory import path_of, read_each, steps
@@ -15,9 +14,6 @@ from functrain.checkpoint._errors import ObjectStoreError
 from functrain.checkpoint._files import resolve_path
 from functrain.checkpoint._manifest import read_manifest
 from functrain.common._repr import format_bytes
-from functrain.common._table import render
-
-_MAX_VALUES = 4  # columns
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,38 +35,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     print(f"{path}: {len(manifests)} intact, {len(damage)} damaged")
-    print(table(manifests))
+    for checkpoint, manifest in manifests.items():
+        print(describe(checkpoint, manifest))
     for message in damage.values():
         print(f"damaged: {message}")
     return 1 if damage else 0
 
 
-def table(manifests: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns a table with a row for each checkpoint."""
-    # Values of evaluations come first, because there may be no room for all.
-    all_names = {name for manifest in manifests.values() for name in manifest["values"]}
-    names = sorted(all_names, key=lambda name: (not name.startswith("val_"), name))[:_MAX_VALUES]
-    columns = ["checkpoint", "epoch", "saved (UTC)", "size", *names]
-    result = Table(*columns, box=None)
-    for path, manifest in manifests.items():
-        values = [manifest["values"].get(name) for name in names]
-        result.add_row(
-            os.path.basename(path),
-            _format_epoch(manifest),
-            str(manifest.get("saved_at", "?"))[:16].replace("T", " "),
-            format_bytes(manifest["bytes"]),
-            *("" if value is None else f"{value:.4g}" for value in values),
-        )
-    return render(result)
-
-
-def _format_epoch(manifest: Mapping[str, Any]) -> str:
-    """Returns the number of finished epochs, and within an epoch the batch."""
+def describe(path: str, manifest: Mapping[str, Any]) -> str:
+    """Returns a line about a checkpoint."""
     position = manifest.get("position", {})
+    parts = [os.path.basename(path), f"saved {manifest.get('saved_at', '?')}"]
     if manifest.get("epoch_over"):
-        return f"{position['epoch'] + 1}"
-    batch = position.get("batch")
-    return f"{position.get('epoch', '?')}" + (f", batch {batch:,}" if batch else "")
+        parts.append(f"{position['epoch'] + 1} epochs")
+    elif position:
+        parts.append(f"{position['epoch']} epochs, {position['batch']:,} batches")
+    values = [f"{name}={value:.4g}" for name, value in manifest["values"].items()]
+    return "  ".join([*parts, format_bytes(manifest["bytes"]), *values])
 
 
 if __name__ == "__main__":

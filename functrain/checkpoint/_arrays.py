@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from functrain.checkpoint import _leaves, _manifest
-from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointCorruptError, is_refusal
+from functrain.checkpoint._errors import PARSE_ERRORS, corrupt_on
 from functrain.checkpoint._files import arrays_name, files_at
 from functrain.checkpoint._leaves import Box, Leaf
 from functrain.common import _tree
@@ -115,17 +115,10 @@ def _intersection(a: Box, b: Box) -> Box:
 def is_complete(record: Mapping[str, Any]) -> bool:
     """Returns True if the parts of a leaf in a manifest make up the array, each once."""
     _, shape = _stored_spec(record)
-    boxes = [_text_to_box(text) for _, _, text, _ in record["shards"]]
-    # The parts of a sharding are the cells of a grid. Their sizes alone could add up even if one
-    # part is there twice and another one is missing.
-    cell_count = 1
-    for axis, length in enumerate(shape):
-        sides = sorted({(box[axis].start, box[axis].stop) for box in boxes})
-        starts, stops = [start for start, _ in sides], [stop for _, stop in sides]
-        if [*starts, length] != [0, *stops]:
-            return False
-        cell_count *= len(sides)
-    return len(boxes) == len(set(map(_box_to_text, boxes))) == cell_count
+    # The parts of a sharding are cells of a grid, so that two of them are equal or disjoint.
+    texts = [text for _, _, text, _ in record["shards"]]
+    size = sum(math.prod(_box_shape(_text_to_box(text))) for text in texts)
+    return size == math.prod(shape) and len(set(texts)) == len(texts)
 
 
 def _stored_spec(record: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
@@ -147,7 +140,7 @@ class StoredArrays(contextlib.ExitStack):
         self, directory: str, manifest: Any, check: Callable[[], None] = lambda: None
     ) -> None:
         super().__init__()
-        self._directory, self._manifest, self._check = directory, manifest, check
+        self.directory, self.manifest, self._check = directory, manifest, check
         self._files: dict[int, Any] = {}
         # Devices ask for one part after the other, often out of the same shard.
         self._last_shard: tuple[Any, np.ndarray] = (None, np.zeros(0))
@@ -158,52 +151,39 @@ class StoredArrays(contextlib.ExitStack):
         Raises CheckpointCorruptError, which names the leaf.
         """
         # Every entry of a crafted manifest may be wrong, so all of it is checked in here.
-        try:
-            record = self._manifest["leaves"][name]
+        expected = f"{self.directory}: expected the bytes of {_leaves.leaf_path(name)} as saved"
+        with corrupt_on(*PARSE_ERRORS, expected=expected):
+            record = self.manifest["leaves"][name]
             dtype, shape = _stored_spec(record)
             if not is_complete(record):
                 raise ValueError("parts of it are missing, or there twice")
             box = _leaves.full_box(shape) if box is None else box
-            needed_shards = []
+            result: np.ndarray | None = None
             for process, offset, text, checksum in record["shards"]:
                 shard_box = _text_to_box(text)
                 common = _intersection(shard_box, box)
                 # A checkpoint of many processes has many files: only those needed are opened.
                 if math.prod(_box_shape(common)):
-                    count = math.prod(_box_shape(shard_box)) * dtype.itemsize
-                    # Before memory is taken: a crafted spec may ask for terabytes.
-                    if not 0 <= offset <= self._open(process).seek(0, os.SEEK_END) - count:
-                        raise ValueError("its file is cut short")
-                    needed_shards.append((process, offset, count, checksum, shard_box, common))
-            result: np.ndarray | None = None
-            for *place, shard_box, common in needed_shards:
-                data = self._read_shard(*place)
-                shard = data.view(dtype).reshape(_box_shape(shard_box))
-                if shard_box == box:
-                    return shard
-                self._last_shard = place, data
-                result = np.empty(_box_shape(box), dtype) if result is None else result
-                # The ellipsis makes an index of a scalar return an array, too.
-                source: Any = (*_relative(common, shard_box), ...)
-                target: Any = (*_relative(common, box), ...)
-                result[target] = shard[source]
+                    place = process, offset, math.prod(_box_shape(shard_box)) * dtype.itemsize
+                    data = self._read_shard(*place, checksum)
+                    shard = data.view(dtype).reshape(_box_shape(shard_box))
+                    if shard_box == box:
+                        return shard
+                    self._last_shard = place, data
+                    result = np.empty(_box_shape(box), dtype) if result is None else result
+                    result[_relative(common, box)] = shard[_relative(common, shard_box)]
             return np.empty(_box_shape(box), dtype) if result is None else result
-        except PARSE_ERRORS as error:
-            if is_refusal(error):
-                raise
-            reason = getattr(error, "strerror", None) or error
-            leaf = f"{_leaves.leaf_path(name)}: {self._manifest['leaves'][name]['spec']}"
-            raise CheckpointCorruptError(
-                f"{self._directory}: expected the bytes that were saved, got damaged ones of "
-                f"{leaf}: {reason}. Take another checkpoint."
-            ) from error
 
     def _read_shard(self, process: int, offset: int, count: int, checksum: str) -> np.ndarray:
         """Returns the bytes of a shard, after comparing their checksum."""
-        if self._last_shard[0] == [process, offset, count, checksum]:
+        if self._last_shard[0] == (process, offset, count):
             return self._last_shard[1]
         self._last_shard = (None, np.zeros(0))  # lets go of its memory
-        file, crc32, data = self._open(process), 0, np.empty(count, np.uint8)
+        file = self._open(process)
+        # Before memory is taken: a crafted spec may ask for terabytes.
+        if not 0 <= offset <= file.seek(0, os.SEEK_END) - count:
+            raise ValueError("its file is cut short")
+        crc32, data = 0, np.empty(count, np.uint8)
         file.seek(offset)
         for begin in range(0, count, _CHUNK_BYTES):
             self._check()
@@ -217,7 +197,10 @@ class StoredArrays(contextlib.ExitStack):
 
     def _open(self, process: int) -> Any:
         if process not in self._files:
-            name = arrays_name(process, self._manifest["save_id"])
-            file = files_at(self._directory).open(os.path.join(self._directory, name))
+            name = arrays_name(process, self.manifest["save_id"])
+            try:
+                file = files_at(self.directory).open(os.path.join(self.directory, name))
+            except FileNotFoundError:
+                raise ValueError("its file is missing") from None
             self._files[process] = self.enter_context(file)
         return self._files[process]

@@ -7,11 +7,10 @@ import contextlib
 import functools
 import os
 import secrets
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import numpy as np
 
 from functrain.checkpoint import _leaves, _manifest, _processes
 from functrain.checkpoint._arrays import StoredArrays, is_complete, write_arrays
@@ -56,32 +55,24 @@ class Restored(NamedTuple):
 
 def read_checkpoint(likes: Likes, path: str, manifest: dict[str, Any]) -> Content:
     """Loads a checkpoint. Returns its content, its trees by name, and its manifest."""
-    # No structure is needed for the arrays of documents: they are read by their names.
-    names = [name for name in manifest["leaves"] if _leaves.tree_name(name) == DOCUMENTS]
-    trees, arrays = _read_trees(path, manifest, likes(manifest), names)
-    with corrupt_on(*PARSE_ERRORS, expected=f"{path}: expected a position and documents"):
-        documents = {}
-        for name, document in manifest["documents"].items():
-            documents[name] = _manifest.decode(document, arrays)
-        position = Position(**manifest.get("position", {}))
+    expected = f"{path}: expected a position and documents"
+    with StoredArrays(path, manifest, _processes.main_group.require_no_failure) as stored:
+        trees = _read_trees(stored, likes(manifest))
+        with corrupt_on(*PARSE_ERRORS, expected=expected):
+            documents = _manifest.decode(manifest["documents"], stored.read)
+            position = Position(**manifest.get("position", {}))
     return Restored(trees.get(STATE), position, manifest["values"], documents), trees, manifest
 
 
-def _read_trees(
-    directory: str,
-    manifest: Mapping[str, Any],
-    likes: dict[str, PyTree],
-    extra_arrays: Iterable[str] = (),
-) -> tuple[dict[str, PyTree], dict[str, np.ndarray]]:
-    """Reads trees into the structures of others, and arrays of other names."""
-    _leaves.require_leaves(directory, manifest, likes)
-    with StoredArrays(directory, manifest, _processes.main_group.require_no_failure) as stored:
-        arrays = {name: stored.read(name) for name in extra_arrays}
-        leaves = []
-        for name, like in _leaves.named_leaves(likes).items():
-            read = functools.partial(stored.read, name)
-            leaves.append(_leaves.restore_leaf(_leaves.leaf_path(name), like, read))
-    return jax.tree.unflatten(jax.tree.structure(likes), leaves), arrays
+def _read_trees(stored: StoredArrays, likes: dict[str, PyTree]) -> dict[str, PyTree]:
+    """Reads trees into the structures of others."""
+    _leaves.require_leaves(stored.directory, stored.manifest, likes)
+    leaves = []
+    for name, like in _leaves.named_leaves(likes).items():
+        read = functools.partial(stored.read, name)
+        leaves.append(_leaves.restore_leaf(_leaves.leaf_path(name), like, read))
+    trees: dict[str, PyTree] = jax.tree.unflatten(jax.tree.structure(likes), leaves)
+    return trees
 
 
 def read_current(directory: str, read: Callable[[dict[str, Any]], _T]) -> _T:
@@ -308,7 +299,8 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     target = resolve_path(path)
 
     def read(manifest: dict[str, Any]) -> PyTree:
-        return _read_trees(target, manifest, {STATE: like})[0][STATE]
+        with StoredArrays(target, manifest, _processes.main_group.require_no_failure) as stored:
+            return _read_trees(stored, {STATE: like})[STATE]
 
     with _processes.main_group.raise_in_all():
         return read_current(target, read)

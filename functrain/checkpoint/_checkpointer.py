@@ -159,8 +159,6 @@ class Checkpointer:
         """
         with self._save_lock:
             with _processes.main_group.raise_in_all():
-                expected = "documents by name, such as {'notes': ['first try']}"
-                require_instance("documents", documents, Mapping | None, expected)
                 position = as_position(state, position)
                 self.wait()  # the save in progress may be that of a later step
                 # `restore` would otherwise return the later one, of a run that was abandoned.
@@ -250,8 +248,15 @@ class Checkpointer:
     # Used by runs, in `functrain/loop/_saving.py`.
 
     def _require_writable(self) -> None:
-        """Creates and locks the directory."""
-        _directory.acquire(self._lock, self.directory)
+        """Creates and locks the directory, and cleans up what killed saves left."""
+        if not self._lock.is_held():
+            files_at(self.directory).make_directory(self.directory)
+            self._lock.acquire()
+            try:
+                _directory.clean_up(self.directory)
+            except BaseException:
+                self._lock.release()
+                raise
 
     def _is_improved(self, values: Mapping[str, Any]) -> bool:
         """Returns True if the value of `monitor=` is better than every saved one."""
@@ -300,16 +305,14 @@ class Checkpointer:
         flat_values = split_members(values)
         with _processes.main_group.raise_in_all():
             path = _directory.path_of(self.directory, position.step)
-            arrays, encoded_documents = _leaves.named_leaves(trees), {}
-            for name, document in documents.items():
-                encoded = _manifest.encode(document, f"{DOCUMENTS}/{name}", arrays)
-                encoded_documents[name] = encoded
+            arrays = _leaves.named_leaves(trees)
+            encoded_documents = _manifest.encode(documents, DOCUMENTS, arrays)
             leaves = _leaves.fetch_leaves(arrays, copy=copy)
         entries = {
             "step": position.step,
             "position": position._asdict(),
             "saved_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "values": _manifest.encode(flat_values, "values", {}),
+            "values": flat_values,
             **entries,
             "trees": list(trees),
             "run": _manifest.fingerprint(trees.get(STATE)),

@@ -14,7 +14,7 @@ from functrain.checkpoint._errors import (
     CheckpointMismatchError,
     ObjectStoreError,
 )
-from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name
+from functrain.checkpoint._files import MANIFEST, files_at, is_step_name
 from functrain.checkpoint._manifest import read_manifest
 from functrain.common import _direction
 from functrain.common._checks import is_integer, require
@@ -65,28 +65,29 @@ def read_newest(directory: str, read: Callable[[str, dict[str, Any]], _T]) -> _T
     """
     damage: list[str] = []
     for step in reversed(visible_steps(directory)):
-        path, failure = path_of(directory, step), None
+        path, results = path_of(directory, step), list[_T]()
+
+        def find_damage(path: str = path, results: list[_T] = results) -> str:
+            try:
+                results.append(read_current(path, functools.partial(read, path)))
+            except CheckpointCorruptError as error:
+                return str(error)
+            return ""
+
         try:
-            result = read_current(path, functools.partial(read, path))
-        except Exception as error:
-            failure = error
-        # A writer has removed it since the listing. Several processes would see that at different
-        # times.
-        if isinstance(failure, FileNotFoundError) and not _processes.is_multiprocess():
+            # All processes load the same checkpoint, or all pass over it.
+            reasons = list(filter(None, _processes.main_group.gather(find_damage)))
+        except FileNotFoundError:
+            # A writer has removed it since the listing. Several processes would see that at
+            # different times.
+            if _processes.is_multiprocess():
+                raise
             return read_newest(directory, read)
-        # All processes load the same checkpoint, or all pass over it.
-        failures = _processes.main_group.exchange_failures(failure)
-        if not failures:
+        if not reasons:
             for reason in damage:
                 warn(f"Passed over, for step {step}: {reason}")
-            return result
-        reason = _processes.describe_failures(failures)
-        # An OtherProcessError is a consequence of the failure in another process.
-        error_names = {text.partition(":")[0] for text in failures.values()}
-        error_names.discard(_processes.OtherProcessError.__name__)
-        if error_names != {CheckpointCorruptError.__name__}:
-            raise failure or _processes.OtherProcessError(reason)
-        damage.append(reason)
+            return results[0]
+        damage.append(reasons[0])
     if not damage:
         raise FileNotFoundError(f"{directory}: expected a checkpoint, got none. Check the path.")
     raise CheckpointCorruptError("\n".join([f"{directory}: all are damaged:", *damage]))
@@ -112,21 +113,6 @@ def read_each(
 
 
 # For the writer of a directory.
-
-
-def acquire(lock: Any, directory: str) -> None:
-    """Creates and locks a directory, and cleans up what killed saves left.
-
-    Raises RuntimeError if another checkpointer writes to it.
-    """
-    if not lock.is_held():
-        files_at(directory).make_directory(directory)
-        lock.acquire()
-        try:
-            clean_up(directory)
-        except BaseException:
-            lock.release()
-            raise
 
 
 def remove(directory: str, step: int) -> None:
@@ -184,21 +170,19 @@ def set_aside_later(directory: str, step: int) -> None:
 
 def clean_up(directory: str) -> None:
     """Deletes arrays of steps that no manifest names: killed saves and removals left them."""
-    files = files_at(directory)
-    names = files.names(directory)
-    parts_by_step: dict[str, set[str]] = {}
-    for name in names:
+    files, endings_by_step = files_at(directory), dict[str, set[str]]()
+    for name in files.names(directory):
         step, _, file = name.partition("/")
-        if is_step_name(name):
-            files.delete(os.path.join(directory, name), [])  # an empty folder
-        elif is_step_name(step) and is_part(file):
-            parts_by_step.setdefault(step, set()).add(file.rpartition("-")[2])
-    for step, parts in parts_by_step.items():
-        path, has_manifest = os.path.join(directory, step), f"{step}/{MANIFEST}" in names
-        # If all parts are of one save, nothing was interrupted, and the manifest need not be read.
-        if not has_manifest:
+        if is_step_name(step):
+            endings_by_step.setdefault(step, set()).add(file.rpartition("-")[2])
+    for step, endings in endings_by_step.items():
+        path = os.path.join(directory, step)
+        if endings == {""}:
+            files.delete(path, [])  # an empty folder
+        elif MANIFEST not in endings:
             delete_unneeded(path, "")
-        elif len(parts) > 1:
+        # Arrays of one save only: nothing was interrupted, and the manifest need not be read.
+        elif len(endings) > 2:
             with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError):
                 delete_unneeded(path, read_manifest(path)["save_id"])
 

@@ -10,6 +10,8 @@ PARSE_ERRORS = (
     *(ArithmeticError, AttributeError, ImportError, LookupError, OSError),
     *(RecursionError, TypeError, ValueError),
 )
+# Errors that say nothing about the bytes of a file.
+_REFUSALS = (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOENT, errno.ENOMEM)
 
 
 class CheckpointCorruptError(RuntimeError):
@@ -45,12 +47,6 @@ class ObjectStoreError(RuntimeError):
     """
 
 
-def is_refusal(error: BaseException) -> bool:
-    """Returns True for an OSError that says nothing about the file, such as a PermissionError."""
-    refusals = errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM
-    return isinstance(error, OSError) and error.errno in refusals
-
-
 @contextlib.contextmanager
 def corrupt_on(*errors: type[Exception], expected: str) -> Iterator[None]:
     """Context manager that turns errors of a reader into a CheckpointCorruptError.
@@ -62,7 +58,7 @@ def corrupt_on(*errors: type[Exception], expected: str) -> Iterator[None]:
     except CheckpointMismatchError:  # a ValueError, which `errors` may contain
         raise
     except errors as error:
-        if is_refusal(error):
+        if isinstance(error, OSError) and error.errno in _REFUSALS:
             raise
         # Parsers quote their input, which can be megabytes long.
         reason = getattr(error, "strerror", None) or str(error)[:200]

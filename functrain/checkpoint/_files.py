@@ -45,13 +45,12 @@ def is_step_name(name: str) -> bool:
 
 def resolve_path(path: str | os.PathLike[str], name: str = "path") -> str:
     """Returns a URL, or an absolute path that later changes of links leave alone."""
-    advice = "The path comes first: save(path, state), load(path, like)." if name == "path" else ""
-    text = path_text(path, name, advice)
+    text = path_text(path, name)
     expected = "a path on this machine, such as 'runs/first' or '.', or a URL of gs:// or s3://"
     url = re.match(r"(\w\w+)?:/(/?)(.*)", text)
     is_known = url is None or (url[1] in _PACKAGES and url[2] and url[3])
-    advice += " Mount other storage as a folder. A pathlib.Path removes a slash: pass a text."
-    require(is_known, name, expected, text, advice.strip())
+    advice = "Mount other storage as a folder. A pathlib.Path removes a slash: pass a text."
+    require(is_known, name, expected, text, advice)
     return os.path.realpath(text) if url is None else text.rstrip("/")
 
 

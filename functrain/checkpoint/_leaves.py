@@ -114,10 +114,10 @@ def _to_storable(path: str, leaf: Any) -> jax.Array | np.ndarray[Any, Any]:
         is_numeric = leaf.dtype.kind in "biufc" or leaf.dtype.type.__module__ == "ml_dtypes"
         if is_numeric and not isinstance(leaf, np.ma.MaskedArray):
             return np.asarray(leaf)
-    got, advice = _tree.spec(leaf), "Convert it with jnp.asarray, or keep it out of the state."
-    if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
-        got, advice = f"{got} without a value", "Call this outside of jit, with a state of arrays."
-    raise TypeError(f"{path}: expected an array of numbers, got {got}. {advice}")
+    raise TypeError(
+        f"{path}: expected an array of numbers with values, got {_tree.spec(leaf)}. Convert it by "
+        "jnp.asarray, keep it out of the state, or call this outside of jit."
+    )
 
 
 def cpu_device() -> jax.Device | None:

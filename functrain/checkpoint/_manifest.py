@@ -9,12 +9,11 @@ up by a name in a file.
 import base64
 import functools
 import json
-import math
 import os
 import platform
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -24,9 +23,8 @@ import numpy as np
 
 from functrain._version import __version__
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
-from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name
+from functrain.checkpoint._files import MANIFEST, files_at, is_part
 from functrain.common import _tree
-from functrain.common._library import import_optional
 from functrain.common._types import PyTree
 
 FORMAT = 3
@@ -69,17 +67,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
                 f"{directory}: expected a checkpoint of format {FORMAT}, got one of format "
                 f"{manifest['format']}, written by functrain {version}. Load it with that version."
             )
-        # Somebody may have renamed it: another step's values would be taken for those of this one.
-        step_name = os.path.basename(directory)
-        if "step" in manifest and is_step_name(step_name):
-            steps = {int(step_name), manifest["step"], manifest["position"]["step"]}
-            if len(steps) > 1:
-                raise ValueError(f"it is the checkpoint of step {manifest['step']}")
-        # It becomes a part of names of files.
-        if not re.fullmatch("[0-9a-f]+", manifest["save_id"]):
-            raise ValueError("its save_id is not hexadecimal")
-        values = decode(manifest["values"], {})
-        manifest["values"] = {name: float(x) for name, x in values.items()}
+        manifest["values"] = {name: float(x) for name, x in manifest["values"].items()}
     return manifest
 
 
@@ -99,7 +87,7 @@ def parse_spec(spec: str) -> tuple[np.dtype[Any], tuple[int, ...]]:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, allow_nan=False, default=lambda number: number.item(), **options)
+    return json.dumps(value, default=lambda number: number.item(), **options)
 
 
 def _json_lines(entries: Mapping[str, Any], indent: str) -> str:
@@ -158,15 +146,13 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
 
     Examples:
       >>> arrays = {}
-      >>> encode({"best": 0.5, "weights": [np.ones(2)], "worst": np.inf}, "hook", arrays)
-      {'best': 0.5, 'weights': [{'$array': 'hook/weights/0'}], 'worst': {'$float': 'inf'}}
+      >>> encode({"best": 0.5, "weights": [np.ones(2)], "size": (3, 4)}, "hook", arrays)
+      {'best': 0.5, 'weights': [{'$array': 'hook/weights/0'}], 'size': {'$tuple': [3, 4]}}
       >>> arrays
       {'hook/weights/0': array([1., 1.])}
     """
     if isinstance(value, np.generic):
         value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"$float": str(value)}  # JSON has no NaN and no infinity
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, bytes):
@@ -197,17 +183,20 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
     )
 
 
-def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Converts a document back from JSON. Arrays are returned as NumPy's, numbers as Python's."""
-    decode_part = functools.partial(decode, arrays=arrays)
+def decode(document: Any, read: Callable[[str], np.ndarray]) -> Any:
+    """Converts a document back from JSON. Arrays are returned as NumPy's, numbers as Python's.
+
+    Args:
+      document: The result of `encode`.
+      read: Given the name of an array, returns it.
+    """
+    decode_part = functools.partial(decode, read=read)
     if isinstance(document, list):
         return list(map(decode_part, document))
     if not isinstance(document, dict):
         return document
     # The inverse of the cases in `encode`. No name in a file decides on code that is run.
     match document:
-        case {"$float": text}:
-            return float(text)
         case {"$bytes": text}:
             return base64.b64decode(text)
         case {"$tuple": items}:
@@ -215,10 +204,11 @@ def decode(document: Any, arrays: Mapping[str, np.ndarray]) -> Any:
         case {"$items": pairs}:
             return dict(map(decode_part, pairs))
         case {"$array": name, "$key": impl}:
-            return jax.random.wrap_key_data(jnp.asarray(arrays[name]), impl=impl)
+            return jax.random.wrap_key_data(jnp.asarray(read(name)), impl=impl)
         case {"$array": name}:
-            return arrays[name]
+            return read(name)
         case {"$tensor": data}:
-            torch = import_optional("torch", "expected no tensors, which need: pip install torch")
+            import torch
+
             return torch.from_numpy(decode_part(data))
     return {key: decode_part(x) for key, x in document.items()}

@@ -57,9 +57,7 @@ class ProcessGroup:
             value = work()
         except Exception as error:
             failure = error
-        failures, values = self._exchange(failure, value)
-        _raise(failure, failures)
-        return values
+        return self._exchange(failure, value)
 
     def call_on_first(self, work: Callable[[], Any]) -> Any:
         """Calls a function in the first process only, and returns its result in all of them."""
@@ -75,21 +73,18 @@ class ProcessGroup:
         try:
             yield
         except Exception as error:
+            if not is_multiprocess():
+                raise
             failure = error
-        _raise(failure, self.exchange_failures(failure))
+        if is_multiprocess():
+            self._exchange(failure, None)
 
-    def exchange_failures(self, failure: Exception | None) -> dict[int, str]:
-        """Waits for all processes, and returns the errors of those that failed, by process."""
-        if not is_multiprocess():
-            return {} if failure is None else {0: _describe(failure)}
-        return self._exchange(failure, None)[0]
-
-    def _exchange(self, failure: Exception | None, value: Any) -> tuple[dict[int, str], list[Any]]:
-        """Waits for all processes; returns the errors by process, and the values of all."""
+    def _exchange(self, failure: Exception | None, value: Any) -> list[Any]:
+        """Waits for all processes, and returns their values; raises if one of them has failed."""
         # Each process posts its outcome: one that failed does so at once, so the others never wait
         # for work that it will not do. The first process collects the outcomes for all.
         process, folder = jax.process_index(), f"functrain/{self._name}/{self._round}"
-        text = "" if failure is None else _describe(failure)
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"
         _coordination.put(f"{folder}/{process}", json.dumps([text, value]))
         if process == 0:
             outcomes = [self._wait_for(folder, i, i) for i in range(jax.process_count())]
@@ -101,7 +96,10 @@ class ProcessGroup:
         else:
             texts, values = self._wait_for(folder, "all", 0)
         self._round += 1
-        return {i: text for i, text in enumerate(texts) if text}, values
+        if failure is not None:
+            raise failure
+        _raise_others(dict(enumerate(texts)))
+        return values
 
     def _wait_for(self, folder: str, name: object, process: int) -> Any:
         """Returns what another process posts; an error in its place if it will never post."""
@@ -130,26 +128,14 @@ class ProcessGroup:
             self._next_check = time.monotonic() + _FAILURE_CHECK_INTERVAL
             posted = _coordination.read(f"functrain/{self._name}/{self._round}")
             posted.pop("all", None)
-            texts = {int(process): json.loads(posted[process])[0] for process in posted}
-            _raise(None, {process: texts[process] for process in sorted(texts) if texts[process]})
+            _raise_others({int(process): json.loads(posted[process])[0] for process in posted})
 
 
-def _describe(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {failure}"
-
-
-def _raise(failure: Exception | None, failures: Mapping[int, str]) -> None:
-    if failure is not None:
-        raise failure
-    if failures:
-        raise OtherProcessError(describe_failures(failures))
-
-
-def describe_failures(failures: Mapping[int, str]) -> str:
-    """Formats the errors of processes, one per line."""
-    if not is_multiprocess():
-        return "\n".join(failures.values())
-    return "\n".join(f"process {process} failed: {text}" for process, text in failures.items())
+def _raise_others(failures: Mapping[int, str]) -> None:
+    """Raises the errors of other processes, by process; "" is none."""
+    lines = [f"process {i} failed: {text}" for i, text in sorted(failures.items()) if text]
+    if lines:
+        raise OtherProcessError("\n".join(lines))
 
 
 # For work in the thread that dispatches the programs. Work in other threads needs its own groups,

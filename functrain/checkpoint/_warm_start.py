@@ -16,7 +16,7 @@ from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._files import files_at, resolve_path
 from functrain.checkpoint._manifest import STATE
 from functrain.common import _patterns, _repr, _tree
-from functrain.common._checks import require, require_instance, require_no_problems
+from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
@@ -146,7 +146,10 @@ def warm_start(
         with open_arrays(file, manifest) as arrays:
             names = _add_frozen(_map_paths(file, arrays.specs, rename), merged)
             known_paths = dict.fromkeys([*leaves, *merged.values()])
-            _require_used_patterns(file, names, known_paths, take_patterns, skip_patterns)
+            for pattern in skip_patterns:  # of a leaf that the file or the state may lack
+                _patterns.require_match("skip", pattern, {*known_paths, *names})
+            for pattern in take_patterns or ():
+                _patterns.require_match("take", pattern, known_paths)
             loaded = {path: names[path] for path in requested if path in names}
             if not loaded:
                 raise CheckpointMismatchError(
@@ -186,14 +189,11 @@ def warm_start(
 
 def _state_leaves(state: PyTree) -> dict[str, Any]:
     """Returns the leaves of a state by path; raises TypeError unless all are arrays."""
-    leaves = {}
-    for name, leaf in _leaves.named_leaves({STATE: state}).items():
-        path = _leaves.leaf_path(name)
-        advice = "The order is warm_start(state, source); of a Keras model: bridge.create_state."
-        expected = f"an array at {path}"
-        require(_tree.is_array(leaf), "state", expected, leaf, advice, error=TypeError)
-        leaves[path] = leaf
-    return leaves
+    leaves = _leaves.named_leaves({STATE: state})
+    not_arrays = [leaf for leaf in leaves.values() if not _tree.is_array(leaf)]
+    advice = "The order is warm_start(state, source); of a Keras model: bridge.create_state."
+    require(not not_arrays, "state", "arrays", not_arrays[:1], advice, error=TypeError)
+    return {_leaves.leaf_path(name): leaf for name, leaf in leaves.items()}
 
 
 def _taken_by_default(state: PyTree) -> list[bool]:
@@ -246,8 +246,6 @@ def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) 
     for file_path in file_paths:
         path = file_path if rename is None else rename(file_path)
         call = f"rename({file_path!r})"
-        advice = "Return the path itself for leaves that are not to be taken."
-        require_instance(call, path, str, "a path", advice)
         advice = f"{source} has {names.get(path)!r}, which is renamed to it, too."
         require(path not in names, call, "a path that no other leaf is renamed to", path, advice)
         names[path] = file_path
@@ -260,28 +258,6 @@ def _add_frozen(names: Mapping[str, str], merged: Mapping[str, str]) -> dict[str
     merged_names = {path: names[name] for name, path in merged_paths(names).items()}
     frozen_names = {p: merged_names[path] for p, path in merged.items() if path in merged_names}
     return {**frozen_names, **merged_names, **names}
-
-
-def _require_used_patterns(
-    source: str,
-    names: Collection[str],
-    leaves: Collection[str],
-    take: Sequence[str] | None,
-    skip: Sequence[str],
-) -> None:
-    """Raises ValueError for patterns without a match, which are most likely mistyped."""
-    # A leaf may be skipped that only one side has.
-    checks: list[tuple[str, str, Collection[str], str]]
-    checks = [("skip", pattern, {*names, *leaves}, "the state") for pattern in skip]
-    checks += [("take", pattern, leaves, "the state") for pattern in take or ()]
-    checks += [("take", pattern, names, source) for pattern in take or ()]
-    for name, pattern, paths, place in checks:
-        if not any(_patterns.matches(pattern, path) for path in paths):
-            close = " or ".join(map(repr, _patterns.closest_patterns(pattern, list(paths))))
-            raise ValueError(
-                f"{name}: expected a pattern of paths in {place}, got {pattern!r}, which matches "
-                f"none. Nearest: {close or 'nothing'}. To translate paths of a file: rename=."
-            )
 
 
 def _require_same_specs(

@@ -1,7 +1,6 @@
 """New checkpoints of a directory, for an evaluation in another process than the training."""
 
 import contextlib
-import math
 import os
 import time
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from functrain.checkpoint._directory import path_of, steps
 from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._files import resolve_path
 from functrain.checkpoint._manifest import read_manifest
-from functrain.common._checks import is_positive, require, require_integer
 
 
 def watch_checkpoints(
@@ -41,7 +39,6 @@ def watch_checkpoints(
       Paths for `functrain.load` and `functrain.warm_start`. The last part is the step.
 
     Raises:
-      ValueError: An argument is invalid.
       RuntimeError: An object store refused the request or could not be reached.
 
     Examples:
@@ -55,30 +52,22 @@ def watch_checkpoints(
       0020 [20 20]
       0030 [30 30]
     """
-    if after is not None:
-        require_integer("after", after, 0)
-    require(is_positive(interval), "interval", "a positive number of seconds", interval)
-    is_timeout = timeout is None or is_positive(timeout)
-    require(is_timeout, "timeout", "a positive number of seconds, or None", timeout)
     path = resolve_path(directory, "directory")
-    return _watch(path, -1 if after is None else after, interval, timeout)
-
-
-def _watch(directory: str, last_step: int, interval: float, timeout: float | None) -> Iterator[str]:
+    last_step = -1 if after is None else after
     last_time = time.monotonic()
-    limit = math.inf if timeout is None else timeout
     while True:
 
         def look(last_step: int = last_step, last_time: float = last_time) -> int | str | None:
-            is_over = _is_finished(directory) or time.monotonic() - last_time > limit
+            is_late = timeout is not None and time.monotonic() - last_time > timeout
+            is_over = is_late or _is_finished(path)
             # Looked up last: a checkpoint may have come in the meantime.
-            later_steps = [step for step in steps(directory) if step > last_step]
+            later_steps = [step for step in steps(path) if step > last_step]
             return min(later_steps, default="end" if is_over else None)
 
         # The first process decides for all: they would see a checkpoint at different times.
         match _processes.main_group.call_on_first(look):
             case int(last_step):
-                yield path_of(directory, last_step)
+                yield path_of(path, last_step)
                 last_time = time.monotonic()
             case "end":
                 return

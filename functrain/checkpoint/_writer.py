@@ -1,10 +1,12 @@
 """A thread for one save at a time, which loses no error."""
 
 import atexit
+import os
 import sys
 import threading
 import traceback
 from collections.abc import Callable
+from concurrent import futures
 
 
 class Writer:
@@ -15,50 +17,52 @@ class Writer:
     """
 
     def __init__(self) -> None:
+        self._task: futures.Future[None] | None = None
         self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._process = 0
 
     @property
     def is_busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        return self._task is not None and not self._task.done()
 
     def start(self, work: Callable[[], None]) -> None:
         """Starts a task. The previous one has been waited for."""
-        # Taken by the thread when it begins, or here if it will not.
-        begun = threading.Lock()
+        task: futures.Future[None] = futures.Future()
 
         def run() -> None:
-            if begun.acquire(blocking=False):
+            if task.set_running_or_notify_cancel():
                 try:
                     work()
+                    task.set_result(None)
                 except BaseException as error:
-                    self._error = error
+                    task.set_exception(error)
 
         # Not the thread of an executor, which would never end if Ctrl-C interrupted its start. The
         # interpreter waits at exit for threads that are not daemons.
-        self._thread = threading.Thread(target=run, name="functrain checkpoint", daemon=False)
+        thread = threading.Thread(target=run, name="functrain checkpoint", daemon=False)
+        self._task, self._thread, self._process = task, thread, os.getpid()
         _unfinished.add(self)
         try:
-            self._thread.start()
+            thread.start()
         except BaseException:  # the system has no more threads, or Ctrl-C
-            if begun.acquire(blocking=False):
-                self._thread = None
+            if task.cancel():  # it has not begun, and will not
+                self._task = None
             raise
 
     def wait(self) -> None:
         """Waits for the current task, and raises its error."""
-        thread = self._thread
+        task = self._task
         # The garbage collector may close an abandoned run in the writer's thread, which must not
         # wait for itself.
-        if thread is None or thread is threading.current_thread():
+        is_own = threading.current_thread() is self._thread
+        if task is None or is_own or os.getpid() != self._process:
             return
-        thread.join()
-        if self._thread is thread:  # otherwise another thread has waited, and started the next one
-            self._thread = None
+        # Not `Thread.join`: Python 3.11 takes a thread for ended if Ctrl-C interrupts that.
+        futures.wait([task])
+        if self._task is task:  # otherwise another thread has waited, and started the next one
+            self._task = None
             _unfinished.discard(self)
-            error, self._error = self._error, None
-            if error is not None:
-                raise error
+        task.result()
 
 
 _unfinished: set[Writer] = set()

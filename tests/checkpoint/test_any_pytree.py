@@ -53,11 +53,6 @@ def test_every_dtype_of_jax_comes_back_as_an_array_of_jax(tmp_path, dtype) -> No
     assert got["x"].dtype == dtype
 
 
-def test_a_state_before_its_path_is_told_the_order(tmp_path) -> None:
-    with pytest.raises(TypeError, match=r"path: expected a path.*got 3 in 1 array.*save\(path, st"):
-        ft.save({"w": np.ones(3)}, tmp_path / "saved")
-
-
 def test_a_nan_keeps_what_it_carries(tmp_path) -> None:
     words = np.array([0x7FC01234, 0xFFC00001, 0x7F800001, 0x80000000], np.uint32)
     tree = {"numpy": words.view(np.float32), "jax": jnp.asarray(words).view(jnp.float32)}
@@ -100,13 +95,6 @@ def test_paths_of_any_kind_come_back(tmp_path) -> None:
     for depth in range(60):
         tree = {f"block{depth}": tree}
     there_and_back(tmp_path, tree)
-
-
-@pytest.mark.parametrize("layers", [250, pytest.param(2500, marks=pytest.mark.long)])
-def test_many_leaves_come_back(tmp_path, layers) -> None:
-    there_and_back(
-        tmp_path, {f"layer{i}": {"w": np.full(3, i), "b": np.array(i)} for i in range(layers)}
-    )
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,8 @@ import os
 import subprocess
 import sys
 
-import jax
 import pytest
 
-import functrain as ft
 from tests import fork_server
 
 PROGRAM = """
@@ -79,17 +77,3 @@ def test_eight_devices_to_fewer_keep_every_bit(tmp_path, fewer) -> None:
     assert len(expected) == 64
     loads = [begin(tmp_path, devices) for devices in fewer]
     assert [digest_in(load) for load in loads] == [expected] * len(fewer)
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_a_whole_array_may_be_divided_when_it_is_loaded_and_back(tmp_path, devices) -> None:
-    sharding = jax.sharding.NamedSharding(
-        jax.make_mesh((devices,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)),
-        jax.sharding.PartitionSpec(None, "d"),
-    )
-    whole = {"x": jax.random.normal(jax.random.key(0), (3, 8))}
-    ft.save(tmp_path / "whole", whole)
-    divided = ft.load(tmp_path / "whole", jax.device_put(whole, sharding))
-    assert divided["x"].sharding.is_equivalent_to(sharding, 2)
-    ft.save(tmp_path / "divided", divided)
-    assert (ft.load(tmp_path / "divided", whole)["x"] == whole["x"]).all()

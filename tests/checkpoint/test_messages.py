@@ -25,7 +25,6 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         ValueError,
         "string to float: 'x'",
     ),  # type: ignore[dict-item]
-    "documents": (lambda: saver().save(STATE, 1, documents=3), TypeError, "documents: .*got int"),  # type: ignore[arg-type]
     "step": (lambda: saver().save(STATE, -1), TypeError, "position: .*got -1"),
     "a step in an array": (
         lambda: saver().save(STATE, jnp.int32(3)),  # type: ignore[arg-type]
@@ -35,7 +34,7 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a traced state": (
         lambda: jax.jit(lambda state: ft.save("s", state))(STATE),
         TypeError,
-        r"w: .*got float32\[2\] without a value.*outside of jit",
+        r"w: .*got float32\[2\].*outside of jit",
     ),
     "restore": (lambda: saver().restore(STATE, "3"), ValueError, "step: .*got '3'"),  # type: ignore[arg-type]
     "rollback": (lambda: saver().rollback(-1), ValueError, "step: .*got -1"),

@@ -218,7 +218,7 @@ TOGETHER = """
 DISAGREEING = [  # what process 1 says, which does another thing than the first
     "ValueError ./run/000000000010: expected the same path and step in all processes",
     "ValueError ./run/000000000009: expected a state of the same leaves in all processes",
-    "TypeError text: expected an array of numbers, got str.",
+    "TypeError text: expected an array of numbers with values, got str.",
     "TypeError documents/odd: expected dicts, lists and tuples of numbers",
     "ValueError ./run: expected a step after 1, the step of the last checkpoint, got 0.",
     "CheckpointMismatchError ./run/000000000001: expected a checkpoint with the leaves of",
@@ -248,7 +248,7 @@ def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.
     assert first[19:23] == [full, full, others[1], others[1]]
     assert second[19:23] == [others[0], others[0], full, full]
     assert first[23:25] == ["done None", "[1, 4]"]
-    assert second[25].startswith("CheckpointCorruptError ./one: expected the bytes that were")
+    assert second[25].startswith("CheckpointCorruptError ./one: expected the bytes of")
     assert first[25].startswith("OtherProcessError process 1 failed: CheckpointCorruptError: ./one")
     assert first[26] == "([3.0], [3, 3, 3], True)"
     for line in first[27:29]:

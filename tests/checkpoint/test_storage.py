@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import json
 from typing import Any
 
 import fsspec
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import _checkpoint, _files, _manifest
+from functrain.checkpoint import _checkpoint, _files
 from functrain.checkpoint.__main__ import main
 from tests.checkpoint.storages import (
     Killed,
@@ -241,21 +240,7 @@ def test_arrays_that_are_missing_or_damaged_are_named(place) -> None:
     change(cut, lambda content: content[:-8])
     damage = checkpoints.verify()
     assert list(damage) == [1, 2]
-    assert "damaged ones of x: int64[3]: " in damage[1]
-    assert "o such " in damage[1]
+    assert "expected the bytes of x as saved" in damage[1]
+    assert "its file is missing" in damage[1]
     assert "cut short" in damage[2]
     assert main([place, "--verify"]) == 1
-
-
-def test_a_save_id_of_a_crafted_manifest_is_refused(place) -> None:
-    saved(place, 1)
-
-    def craft(content: bytes) -> bytes:
-        sealed = json.loads(content)
-        sealed["checkpoint"]["save_id"] = "/../../x"
-        sealed["crc32"] = _manifest._checksum(sealed["checkpoint"])
-        return json.dumps(sealed).encode()
-
-    change(f"{place}/{1:012d}/checkpoint.json", craft)
-    with pytest.raises(ft.CheckpointCorruptError, match="its save_id is not hexadecimal"):
-        ft.Checkpointer(place).restore(LIKE)

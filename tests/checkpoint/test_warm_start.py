@@ -263,10 +263,8 @@ def test_what_a_run_chose_as_its_result_is_taken_rather_than_its_last_state(tmp_
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"take": "param/**"}, r"take: .* the state, got 'param/\*\*'.*Nearest: 'params/\*\*'"),
-        ({"take": "params/encoder"}, r"Nearest: 'params/encoder/\*\*'\."),
-        ({"take": ["params/**", "params/hed/*"]}, r"got 'params/hed/\*'.*params/head"),
-        ({"skip": "params/hed/**"}, r"skip: .*Nearest: 'params/head/\*\*'"),
+        ({"take": ["params/**", "params/hed/*"]}, r"take: .* got 'params/hed/\*'.*params/head"),
+        ({"skip": "params/hed/**"}, r"skip: .*Similar patterns: params/head/\*\*"),
         ({"rename": lambda path: f"x/{path}"}, r"got only others, such as .*x/step.*rename"),
         ({"rename": lambda path: "same"}, r"rename\('params/encoder.*got 'same'. .* has 'step'"),
     ],
@@ -280,10 +278,10 @@ def test_patterns_of_the_state_are_told_to_rename_the_paths_of_the_file(tmp_path
     weights = create().params
     ft.save(tmp_path / "bare", weights)
     take = "params/encoder/**"
-    with pytest.raises(ValueError, match=r"paths in .*/bare, got 'params/.*rename="):
+    with pytest.raises(ValueError, match=r"expected leaves to take.*Pass rename="):
         ft.warm_start(create(), tmp_path / "bare", take=take)
     # A pattern of the paths in the file is not one of the state.
-    with pytest.raises(ValueError, match=r"paths in the state, got 'encoder/.*'params/encoder/\*"):
+    with pytest.raises(ValueError, match=r"got 'encoder/.*params/encoder/\*"):
         ft.warm_start(create(), tmp_path / "bare", take="encoder/**")
     warm = ft.warm_start(
         create(), tmp_path / "bare", take=take, rename=lambda path: f"params/{path}"
@@ -295,7 +293,7 @@ def test_patterns_of_the_state_are_told_to_rename_the_paths_of_the_file(tmp_path
 def test_what_is_no_state_is_named(old) -> None:
     with pytest.raises(TypeError, match=r"The order is warm_start\(state, source\)"):
         ft.warm_start(old, create())
-    with pytest.raises(TypeError, match=r"expected an array at params/w, got 1\.0"):
+    with pytest.raises(TypeError, match=r"expected arrays, got \[1\.0\]"):
         ft.warm_start({"params": {"w": 1.0}}, old)
     state = create()
     state.opt_state[0].count.delete()
@@ -311,12 +309,6 @@ def test_the_report_is_a_table_of_a_few_lines(old) -> None:
     assert lines[1].startswith("  loaded        3  params/encoder/layer_0/kernel, params/")
     assert lines[2].startswith("  unused       13  step, params/head/bias, ")
     assert lines[3] == "  missing       0"
-
-
-def test_a_checkpoint_without_leaves_is_refused_as_one_that_has_nothing_to_take(tmp_path) -> None:
-    ft.save(tmp_path / "empty", {})
-    with pytest.raises(ft.CheckpointMismatchError, match="expected leaves to take"):
-        ft.warm_start({"w": jnp.ones(2)}, tmp_path / "empty")
 
 
 @pytest.mark.parametrize("step", [1, 2])

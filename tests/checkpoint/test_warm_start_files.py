@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import subprocess
 import sys
 import zipfile
 
@@ -50,14 +49,6 @@ def test_safetensors_of_every_dtype_come_as_they_were_written(tmp_path, dtype) -
     assert warm.state["x"].dtype == array.dtype
     assert warm.state["x"].tobytes() == array.tobytes()
     assert warm.state["none"].shape == (0, 4)
-
-
-def test_a_path_without_any_in_common_says_what_each_side_has(tmp_path) -> None:
-    path = write_safetensors(tmp_path / "a.safetensors", {"a.weight": np.ones(2)})
-    with pytest.raises(
-        ValueError, match=r"such as \['b/w'\], got only others, such as \['a\.weight'\]"
-    ):
-        ft.warm_start({"b": {"w": jnp.ones(2)}}, path)
 
 
 @pytest.mark.parametrize("share", [0, 1, 7, 8, 40, -1, -30])
@@ -169,39 +160,8 @@ def test_hdf5_links_and_datasets_that_lead_out_of_the_file_are_not_followed(tmp_
             ft.warm_start({"x": np.zeros(8, np.float32)}, tmp_path / name)
 
 
-def test_without_safetensors_the_error_says_what_to_install(tmp_path) -> None:
-    code = (
-        "import sys; sys.modules['safetensors'] = None\n"
-        "import functrain as ft, numpy as np\n"
-        "try: ft.warm_start({'x': np.ones(2)}, 'a.safetensors')\n"
-        "except ImportError as error: print(error)\n"
-    )
-    write_safetensors(tmp_path / "a.safetensors", {"x": np.ones(2)})
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert (
-        done.stdout == "safetensors files need the library: pip install 'functrain[safetensors]'\n"
-    ), done.stderr
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_damaged_hdf5_file_is_loaded_right_or_refused_in_words(tmp_path, seed) -> None:
-    path, chance = tmp_path / "damaged.h5", np.random.default_rng(seed)
-    state = {"a": {"w": np.arange(6.0), "b": np.ones(3)}, "c": np.arange(4)}
-    with h5py.File(tmp_path / "intact.h5", "w") as file:
-        for name, array in (("a/w", state["a"]["w"]), ("a/b", state["a"]["b"]), ("c", state["c"])):
-            file[name] = array
-    intact = np.frombuffer((tmp_path / "intact.h5").read_bytes(), np.uint8)
-    reasons = []
-    for _ in range(30):
-        content = intact.copy()
-        place = chance.integers(len(content))
-        content[place : place + 4] ^= chance.integers(1, 256, dtype=np.uint8)
-        path.write_bytes(content.tobytes())
-        try:
-            ft.warm_start(state, path)
-        except (ft.CheckpointCorruptError, ft.CheckpointMismatchError) as error:
-            reasons.append(str(error))
-    assert reasons
-    assert all("damaged.h5" in reason for reason in reasons)
+def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatch) -> None:
+    path = write_safetensors(tmp_path / "a.safetensors", small())
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'functrain\[safetensors\]'"):
+        ft.warm_start({"x": np.ones(2)}, path)

@@ -4,7 +4,6 @@ import threading
 from typing import Any
 
 import numpy as np
-import pytest
 
 import functrain as ft
 
@@ -56,16 +55,3 @@ def test_one_that_is_removed_before_its_turn_is_left_out(tmp_path) -> None:
     with ft.Checkpointer(tmp_path, keep=1) as checkpoints:
         checkpoints.save({"w": np.full(3, 4.0)}, 4)
     assert numbers(watched) == [4]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"after": -1}, "after: expected an integer of at least 0, got -1"),
-        ({"interval": 0}, "interval: expected a positive number of seconds, got 0"),
-        ({"timeout": float("nan")}, "timeout: expected a positive number of seconds, or None"),
-    ],
-)
-def test_arguments_are_checked_before_the_first_look(tmp_path, options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        ft.watch_checkpoints(tmp_path, **options)
