@@ -70,6 +70,7 @@ class Wrapped:
 
     def __init__(self, optimizer: Any, model: keras.Layer | None) -> None:
         self.model = model
+        self._built: dict[Any, _Built] = {}
         # A copy, since the caller may change or build the optimizer later.
         self.optimizer = _copy_unbuilt(optimizer)
         self._constraints = None if model is None else ConstraintState()
@@ -111,11 +112,16 @@ class Wrapped:
         return built.to_tree(new_updates), built.to_state(new_values, self._constraints)
 
     def built_for(self, params: PyTree) -> _Built:
-        """Returns the optimizer built for params like these."""
-        built: list[_Built] = []
-        # Abstract evaluation: the initial values are not needed here.
-        jax.eval_shape(lambda params: built.append(self._build(params)[0]), params)
-        return built[0]
+        """Returns the optimizer built for params like these, and caches it."""
+        key = _tree.signature(params)
+
+        def build(params: PyTree) -> None:
+            self._built[key] = self._build(params)[0]
+
+        if key not in self._built:
+            # Abstract evaluation: the initial values are not needed here.
+            jax.eval_shape(build, params)
+        return self._built[key]
 
     def _build(self, params: PyTree) -> tuple[_Built, list[Any]]:
         """Returns a copy of the optimizer, built for params, and the values of its variables."""

@@ -8,9 +8,8 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from functrain.common import _direction, _repr, _tree
+from functrain.common import _direction, _tree
 from functrain.common._checks import is_number, require
-from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger
 from functrain.hooks._hook import triggers_of
 from functrain.loop._events import EpochEnd, Event, RunEnd
@@ -22,7 +21,7 @@ def require_not_negative(**numbers: Any) -> None:
         require(is_number(value) and value >= 0, name, "a number, 0 or more", value)
 
 
-@dataclasses.dataclass(eq=False, repr=False)
+@dataclasses.dataclass(eq=False)
 class EarlyStopping:
     """A hook that stops the run when a value no longer improves; it can restore the best state.
 
@@ -93,14 +92,11 @@ class EarlyStopping:
         is_baseline = self.baseline is None or is_number(self.baseline)
         require(is_baseline, "baseline", "a number, or None", self.baseline)
         self._sign = _direction.sign(self.monitor, self.mode)
+        self.mode = "min" if self._sign > 0 else "max"
         self.resume_key = self.monitor
         self._pending_triggers: list[Trigger] = []
         self._is_restored = False
         self._reset()
-
-    def __repr__(self) -> str:
-        mode = "min" if self._sign > 0 else "max"
-        return _repr.call(self, monitor=self.monitor, patience=self.patience, mode=mode)
 
     @property
     def best(self) -> Any:
@@ -160,7 +156,8 @@ class EarlyStopping:
     def __call__(self, event: Event, /) -> None:
         """Compares the value with the best one, if the event has it."""
         if isinstance(event, RunEnd):
-            self._end(event)
+            if self._best_leaves:
+                event.state = self._best_state(event.state)
         elif self.monitor in event.values:
             self._has_seen_value = True
             if event.epoch >= self.start_from_epoch:
@@ -238,12 +235,3 @@ class EarlyStopping:
         names = f"one of {sorted(event.values)}"
         advice = "Put the evaluation or the hook that adds it, with its trigger, before this hook."
         require(pending or epochs is None, "monitor", names, self.monitor, advice)
-
-    def _end(self, event: RunEnd) -> None:
-        if self._pending_triggers and not self._has_seen_value:
-            warn(
-                f"{type(self).__name__}: expected {self.monitor!r} during the run, but no hook "
-                f"added it. These hooks before it were never due: {self._pending_triggers}.",
-            )
-        if self._best_leaves:
-            event.state = self._best_state(event.state)

@@ -1,9 +1,9 @@
 """Evaluation during training."""
 
+import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from functrain.common import _repr
 from functrain.common._checks import require
 from functrain.engine._placement import ShardingArg
 from functrain.engine._plan import FuseArg
@@ -14,6 +14,7 @@ from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
 
 
+@dataclasses.dataclass(eq=False)
 class Evaluate:
     """A hook that evaluates the state and adds the results to the event's values.
 
@@ -55,27 +56,21 @@ class Evaluate:
       [2 4] [0. 0.]
     """
 
-    def __init__(
-        self,
-        step: MeteredStep,
-        data: Any,
-        *,
-        every: int | Trigger | None = None,
-        prefix: str = "val_",
-        fuse: FuseArg = "auto",
-        rewrites: Mode = "auto",
-        sharding: ShardingArg = None,
-        jit: bool = True,
-    ) -> None:
-        self.evaluation = Evaluation(
-            step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit
-        )
-        self.batches = self.evaluation.batches
-        self.every = as_trigger(every, Every(epochs=1))
-        self.prefix = prefix
+    step: MeteredStep
+    data: Any
+    _: dataclasses.KW_ONLY
+    every: int | Trigger | None = None
+    prefix: str = "val_"
+    fuse: FuseArg = "auto"
+    rewrites: Mode = "auto"
+    sharding: ShardingArg = None
+    jit: bool = True
 
-    def __repr__(self) -> str:
-        return _repr.call(self, data=self.batches.data, every=self.every, prefix=self.prefix)
+    def __post_init__(self) -> None:
+        options = {"rewrites": self.rewrites, "sharding": self.sharding, "jit": self.jit}
+        self.evaluation = Evaluation(self.step, self.data, fuse=self.fuse, **options)
+        self.batches = self.evaluation.batches
+        self.every = as_trigger(self.every, Every(epochs=1))
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""

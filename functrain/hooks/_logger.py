@@ -73,7 +73,12 @@ class Logger:
         first = event.step - event.steps + 1
         logs = event.host_logs()
         lines: list[Line] = []
-        for step in self._steps_to_write(first, event.step) if logs else ():
+        if self.steps is None:
+            # The last step, if the logger was called there.
+            steps = range(event.step, event.step + bool(self._pending_lines))
+        else:
+            steps = range(first + -first % self.steps, event.step + 1, self.steps)
+        for step in steps if logs else ():
             step_logs = {name: x[step - first] for name, x in logs.items()}
             lines.append(Line(step, event.epoch, split_members(step_logs), {}))
         # Hooks add values at the end of a chunk: a pending line belongs to the chunk's last step,
@@ -84,12 +89,6 @@ class Logger:
             lines.append(line)
         self._pending_lines = lines
         self._write_pending()
-
-    def _steps_to_write(self, first: int, last: int) -> range:
-        """Returns the steps of a chunk whose logs are written."""
-        if self.steps is None:
-            return range(last, last + bool(self._pending_lines))
-        return range(first + -first % self.steps, last + 1, self.steps)
 
     def _write_pending(self) -> None:
         lines, self._pending_lines = self._pending_lines, []

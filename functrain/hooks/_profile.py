@@ -1,16 +1,17 @@
 """A trace of some steps."""
 
+import dataclasses
 import os
 
 import jax
 
-from functrain.common import _repr
 from functrain.common._checks import require_integer
 from functrain.common._paths import absolute_path
 from functrain.engine._trigger import at
 from functrain.loop._events import Event
 
 
+@dataclasses.dataclass(eq=False)
 class Profile:
     """A hook that traces some steps with JAX's profiler.
 
@@ -32,20 +33,19 @@ class Profile:
       at(200, 250)
     """
 
-    def __init__(
-        self, directory: str | os.PathLike[str], *, start: int = 100, steps: int = 20
-    ) -> None:
-        require_integer("start", start)
-        require_integer("steps", steps)
-        # The process may change its working directory during the run.
-        self.directory = absolute_path(directory, "directory")
-        self.start, self.steps = start, steps
-        # A trigger also ends the chunk at its steps, so that no program is traced in part.
-        self.every = at(start, start + steps)
-        self._is_tracing = False
+    directory: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
+    start: int = 100
+    steps: int = 20
 
-    def __repr__(self) -> str:
-        return _repr.call(self, directory=str(self.directory), start=self.start, steps=self.steps)
+    def __post_init__(self) -> None:
+        require_integer("start", self.start)
+        require_integer("steps", self.steps)
+        # The process may change its working directory during the run.
+        self.directory = absolute_path(self.directory, "directory")
+        # A trigger also ends the chunk at its steps, so that no program is traced in part.
+        self.every = at(self.start, self.start + self.steps)
+        self._is_tracing = False
 
     def begin(self) -> None:
         """Creates the directory: an unsuitable path fails before the first step."""

@@ -1,5 +1,6 @@
 """Pictures and texts on a schedule."""
 
+import dataclasses
 import os
 import pathlib
 from collections.abc import Callable
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from functrain.common import _repr, _tree
+from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._library import import_optional
 from functrain.common._paths import absolute_path
@@ -18,6 +19,7 @@ from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import Event
 
 
+@dataclasses.dataclass(eq=False)
 class Sample:
     """A hook that makes pictures or texts from the state on a schedule, for you to look at.
 
@@ -51,26 +53,21 @@ class Sample:
       [[255, 0], [0, 255]]
     """
 
-    def __init__(
-        self,
-        make: Callable[[PyTree], Any],
-        *,
-        every: int | Trigger | None = None,
-        directory: str | os.PathLike[str] | None = None,
-        name: str = "sample",
-    ) -> None:
-        require(callable(make), "make", "a function, state -> sample", make, error=TypeError)
-        self.make = make
-        self.every = as_trigger(every, Every(epochs=1))
-        # The process may change its working directory during the run.
-        self.directory = None if directory is None else absolute_path(directory, "directory")
-        self.name = name
-        if directory is not None:
+    make: Callable[[PyTree], Any]
+    _: dataclasses.KW_ONLY
+    every: int | Trigger | None = None
+    directory: str | os.PathLike[str] | None = None
+    name: str = "sample"
+
+    def __post_init__(self) -> None:
+        expected = "a function, state -> sample"
+        require(callable(self.make), "make", expected, self.make, error=TypeError)
+        self.every = as_trigger(self.every, Every(epochs=1))
+        if self.directory is not None:
+            # The process may change its working directory during the run.
+            self._folder = absolute_path(self.directory, "directory")
             hint = "pictures in files need pillow: pip install 'functrain[pictures]'"
             self._pillow = import_optional("PIL.Image", hint)
-
-    def __repr__(self) -> str:
-        return _repr.call(self, make=self.make, every=self.every)
 
     def __call__(self, event: Event, /) -> None:
         """Makes the samples."""
@@ -80,9 +77,9 @@ class Sample:
         event.samples |= samples
         # All processes call the hook, since `make` may compute on devices of all of them.
         if self.directory is not None and jax.process_index() == 0:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             for name, sample in samples.items():
-                self._save(sample, self.directory / f"{name}-{event.step:08d}")
+                self._save(sample, self._folder / f"{name}-{event.step:08d}")
 
     def _save(self, sample: np.ndarray | str, stem: pathlib.Path) -> None:
         if isinstance(sample, str):

@@ -1,15 +1,16 @@
 """Stops a run when its loss is no longer finite."""
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import numpy as np
 
-from functrain.common import _repr
 from functrain.common._checks import require, require_instance, require_integer
 from functrain.common._warnings import warn
 from functrain.loop._events import ChunkEnd, Event, RunEnd
 
 
+@dataclasses.dataclass(eq=False)
 class TerminateOnNaN:
     """A hook that stops the run when the loss was not finite in several steps in a row.
 
@@ -41,20 +42,21 @@ class TerminateOnNaN:
       5
     """
 
-    # Warns, also if the hook is called on a schedule.
-    acts_at_end = True
+    _: dataclasses.KW_ONLY
+    after: int = 1
+    monitor: str = "loss"
 
-    def __init__(self, *, after: int = 1, monitor: str = "loss") -> None:
-        require_integer("after", after)
-        require_instance("monitor", monitor, str, "the name of a value, such as 'loss'")
-        self.after, self.monitor, self.resume_key = after, monitor, monitor
+    # Warns, also if the hook is called on a schedule.
+    acts_at_end: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        require_integer("after", self.after)
+        require_instance("monitor", self.monitor, str, "the name of a value, such as 'loss'")
+        self.resume_key = self.monitor
         self.step: int | None = None
         # The length of the current series of steps that were not finite.
         self._in_a_row = 0
         self._is_restored = False
-
-    def __repr__(self) -> str:
-        return _repr.call(self, after=self.after, monitor=self.monitor)
 
     def begin(self) -> None:
         """Forgets the steps of an earlier run, unless a checkpoint has restored them."""

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from functrain.checkpoint._files import Disk
 from functrain.common._paths import absolute_path
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Every, Trigger, as_trigger
@@ -69,12 +70,7 @@ class TextLogger(Logger):
 
     def _replace(self, lines: Iterable[str]) -> None:
         """Replaces the lines of the file at once: all stay if the process is killed meanwhile."""
-        new_path = self.path.with_name(f".{self.path.name}.new")
-        try:
-            new_path.write_text("".join(lines), encoding="utf-8")
-            os.replace(new_path, self.path)
-        finally:
-            new_path.unlink(missing_ok=True)
+        Disk().replace(str(self.path), "".join(lines).encode())
         self._keeps_lines = True
 
     def state(self) -> dict[str, Any]:

@@ -1,17 +1,18 @@
 """Steps, examples, tokens and operations a second, and the memory of the devices."""
 
+import dataclasses
 import time
-from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 
-from functrain.common import _repr
-from functrain.common._checks import is_integer, is_positive, require
+from functrain.common._checks import is_positive, require
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import ChunkEnd, Event
 from functrain.targets._chips import known_chip
 
 
+@dataclasses.dataclass(eq=False)
 class Throughput:
     """A hook that adds the speed of the training and the memory in use to the event's values.
 
@@ -54,33 +55,27 @@ class Throughput:
       ['throughput/examples', 'throughput/steps', 'throughput/tokens']
     """
 
+    _: dataclasses.KW_ONLY
+    every: int | Trigger | None = None
+    tokens_per_example: int | None = None
+    flops_per_step: float | None = None
+
     # One process reports for all.
-    only_first = True
+    only_first: ClassVar[bool] = True
 
-    def __init__(
-        self,
-        *,
-        every: int | Trigger | None = None,
-        tokens_per_example: int | None = None,
-        flops_per_step: float | None = None,
-    ) -> None:
-        self.every = as_trigger(every, Every(epochs=1))
-        self.tokens_per_example, self.flops_per_step = tokens_per_example, flops_per_step
-        is_count = tokens_per_example is None or is_integer(tokens_per_example, 1)
-        require(is_count, "tokens_per_example", "a positive whole number", tokens_per_example)
-        is_valid = flops_per_step is None or is_positive(flops_per_step)
-        require(is_valid, "flops_per_step", "a positive number", flops_per_step)
-        self._clock: Callable[[], float] = time.perf_counter
-        self._since: float | None = None
+    def __post_init__(self) -> None:
+        self.every = as_trigger(self.every, Every(epochs=1))
+        for name in ("tokens_per_example", "flops_per_step"):
+            value = getattr(self, name)
+            require(value is None or is_positive(value), name, "a positive number", value)
+        self._clock = time.perf_counter
         self.begin()
-
-    def __repr__(self) -> str:
-        return _repr.call(self, every=self.every)
 
     def begin(self) -> None:
         """Forgets an earlier run."""
         # The time at which the last counted step had ended, and that from which steps count.
-        self._latest, self._since = 0.0, None
+        self._latest = 0.0
+        self._since: float | None = None
         self._steps = self._examples = 0
 
     def logs(self, event: ChunkEnd, /) -> None:

@@ -1,15 +1,16 @@
 """The end of a run that makes no progress, with the stacks of all threads."""
 
+import dataclasses
 import faulthandler
 import sys
 import time
 from typing import Any
 
-from functrain.common import _repr
 from functrain.common._checks import is_positive, require
 from functrain.loop._events import ChunkEnd, Event
 
 
+@dataclasses.dataclass(eq=False)
 class Watchdog:
     """A hook that ends the process when no step has ended for a number of seconds.
 
@@ -29,15 +30,15 @@ class Watchdog:
     Examples:
       >>> hooks = [Watchdog(1800)]  # for fit(hooks=...)
       >>> hooks[0]
-      Watchdog(seconds=1800)
+      Watchdog(seconds=1800, exits=True)
     """
 
-    def __init__(self, seconds: float, *, exits: bool = True) -> None:
-        require(is_positive(seconds), "seconds", "a positive number", seconds)
-        self.seconds, self.exits = seconds, exits
+    seconds: float
+    _: dataclasses.KW_ONLY
+    exits: bool = True
 
-    def __repr__(self) -> str:
-        return _repr.call(self, seconds=self.seconds)
+    def __post_init__(self) -> None:
+        require(is_positive(self.seconds), "seconds", "a positive number", self.seconds)
 
     def begin(self) -> None:
         """Starts the timer."""

@@ -171,12 +171,6 @@ def test_a_value_that_nobody_is_left_to_provide_is_refused_at_that_epoch() -> No
     assert max(seen) == 1
 
 
-def test_a_value_that_never_came_is_told_at_the_end() -> None:
-    hooks = stopping_before(Evaluate(EVAL, LOADER, every=ft.every(epochs=5)))
-    with pytest.warns(UserWarning, match=r"'val_loss'.*never due: \[every\(epochs=5\)\]"):
-        fit(*hooks, epochs=2)
-
-
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
 def test_stopped_and_restored_it_decides_as_uninterrupted(cut) -> None:
     scores = [0.9, 0.5, 0.7, 0.6, 0.8, 0.1]
@@ -221,11 +215,10 @@ def test_a_best_state_is_not_kept_where_it_is_not_restored() -> None:
 
 
 def test_hooks_are_shown_with_their_settings() -> None:
-    assert repr(EarlyStopping("auc", patience=3)) == (
-        "EarlyStopping(monitor='auc', patience=3, mode='max')"
-    )
+    shown = repr(EarlyStopping("auc", patience=3))
+    assert shown.startswith("EarlyStopping(monitor='auc', patience=3, min_delta=0.0, mode='max',")
     shown = repr(Evaluate(EVAL, LOADER, every=ft.every(epochs=2)))
-    assert re.fullmatch(r"Evaluate\(data=ArrayLoader\(.*every=every\(epochs=2\), .*\)", shown)
+    assert re.fullmatch(r"Evaluate\(.*data=ArrayLoader\(.*every=every\(epochs=2\), .*\)", shown)
 
 
 def test_a_schedule_leaves_out_values_but_not_the_best_state() -> None:

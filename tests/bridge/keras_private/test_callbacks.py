@@ -95,16 +95,7 @@ def test_tensorboard_goes_on_counting(tmp_path):
 
 def test_logs_are_flat_sorted_and_of_floats():
     logs = {"b": np.float32(2), "a": {"d": keras.ops.ones(()), "c": 1}, "e": "text"}
-    found = keras_private.callbacks.as_floats({**logs, "none": None, "flag": np.True_})
-    assert list(found.items()) == [
-        ("c", 1.0),
-        ("d", 1.0),
-        ("b", 2.0),
-        ("e", "text"),
-        ("flag", 1.0),
-        ("none", None),
-    ]
-    assert [type(x) for x in found.values()] == [float, float, float, str, float, type(None)]
-    rows = keras_private.callbacks.as_floats({"rows": keras.ops.ones((2, 2))})["rows"]
-    assert isinstance(rows, np.ndarray)
-    assert keras_private.callbacks.as_floats(None) == {}
+    found = keras_private.callbacks.as_floats({**logs, "rows": keras.ops.ones((2, 2))})
+    assert isinstance(found.pop("rows"), np.ndarray)
+    assert list(found.items()) == [("c", 1.0), ("d", 1.0), ("b", 2.0), ("e", "text")]
+    assert [type(x) for x in found.values()] == [float, float, float, str]

@@ -56,13 +56,6 @@ def test_an_iterator_that_lasts_for_epochs_is_found_again(shuffle):
     np.testing.assert_array_equal(found, rest)
 
 
-def test_an_epoch_of_its_own_has_no_place():
-    found = epochs()
-    for _, _, iterator in found:
-        batches_of(iterator, 1)
-    assert keras_private.data.epoch_position(found)["fetched"] == 0
-
-
 def test_arrays_are_described_by_what_makes_their_batches():
     found = keras_private.data.fingerprint(epochs(shuffle="batch"))
     assert found["data"] == "ArrayDataAdapter"

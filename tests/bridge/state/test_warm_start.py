@@ -1,6 +1,5 @@
 """Files of Keras into states: as Keras's own load_weights would have it, and part by part."""
 
-import jax
 import keras
 import numpy as np
 import optax
@@ -221,18 +220,3 @@ def test_a_file_with_a_lambda_is_read_and_its_code_is_not(tmp_path) -> None:
         keras.saving.load_model(tmp_path / "old.keras")
     warm = warm_start(model, tmp_path / "old.keras")
     np.testing.assert_array_equal(warm.state.params["d"]["kernel"], old.weights[0].value)
-
-
-def test_a_model_that_cannot_be_saved_has_its_values_again(tmp_path) -> None:
-    class Computes(layers.Dense):
-        def save_own_variables(self, store):
-            raise RuntimeError("not this one")
-
-    model = keras.Sequential([keras.Input((4,)), layers.Dense(3), Computes(2)])
-    before = values(model)
-    classifier(2).save(tmp_path / "old.keras")
-    with pytest.raises(RuntimeError, match="not this one"):
-        warm_start(model, tmp_path / "old.keras")
-    for a, b in zip(before, values(model), strict=True):
-        np.testing.assert_array_equal(a, b)
-    assert isinstance(model.weights[0].value, jax.Array)
