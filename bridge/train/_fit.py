@@ -192,8 +192,7 @@ def fit(
         saving: Saving | None = None
         if checkpointer is not None:
             hook.memory = Memory(model, callbacks)
-            how_to_evaluate = "validation_data= or validation_split="
-            saving = Saving(checkpointer, batches, {"keras": hook}, how_to_evaluate)
+            saving = Saving(checkpointer, batches, {"keras": hook})
         return run_fit(
             hook,
             options,

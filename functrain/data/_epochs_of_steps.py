@@ -106,7 +106,8 @@ class EpochsOfSteps(Batches):
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns properties that distinguish these data from others."""
-        return {**self._inner.fingerprint(), "steps_per_epoch": self._steps_per_epoch}
+        length = self._steps_per_epoch or "all steps"
+        return {**self._inner.fingerprint(), "steps_per_epoch": length}
 
     def continue_at(self, step: int, epoch: int, batch: int, *, epoch_is_over: bool) -> int | None:
         """Makes the last epoch end with the training, which is continued after a number of steps.

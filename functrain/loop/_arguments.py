@@ -91,6 +91,8 @@ def run_arguments(
         require(position.batch == batches.steps, "start", expected, position, advice)
         # The end of an epoch is the beginning of the next one.
         position = Position(position.step, position.epoch + 1)
+    if epochs or position != Position():
+        require_epochs_left(batches, position, epochs, f"start={tuple(position)}")
     arguments = RunArguments(
         batches=batches,
         epochs=epochs,

@@ -93,8 +93,8 @@ class Event:
         leaves, structure = jax.tree.flatten(self.state)
         original_leaves, original_structure = jax.tree.flatten(self._original_state)
         # By identity: the values need not be ready, and a comparison would wait for them.
-        is_same = map(operator.is_, leaves, original_leaves)
-        return structure != original_structure or not all(is_same)
+        is_same = all(map(operator.is_, leaves, original_leaves))
+        return not (structure == original_structure and is_same)
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""

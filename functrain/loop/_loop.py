@@ -34,10 +34,8 @@ class Loop:
     Args:
       carry: The first state, which the loop takes over.
       step: The step, for its metrics.
-      arguments: The arguments of the run.
+      arguments: The arguments of the run; of one that resumes, with its position and epochs.
       plan: Chooses K.
-      position: The position at which the run begins.
-      epochs: Number of the epoch to stop before.
       signals: The signals that are deferred while an event is handled.
       owns_signals: True if the loop begins and ends to defer them, False if its caller does.
       no_metrics: Metrics that have seen no batch; None if the step has no metrics.
@@ -56,8 +54,6 @@ class Loop:
     step: Any
     arguments: RunArguments
     plan: Plan
-    position: Position
-    epochs: int
     signals: DeferredSignals
     owns_signals: bool
     no_metrics: PyTree = None
@@ -68,17 +64,18 @@ class Loop:
 
     def __post_init__(self, carry: PyTree) -> None:
         resumed, arguments = self.resumed, self.arguments
-        self.batches = arguments.batches
+        self.batches, self.epochs = arguments.batches, arguments.epochs
+        self.position = arguments.position
         sharding = arguments.sharding
         put_chunk = None if sharding is None else _placement.chunk_placer(sharding)
         self.driver = Driver(
             self.step, rewrites=arguments.rewrites, jit=arguments.jit, put_chunk=put_chunk
         )
-        self._epoch_end_is_pending = resumed is not None and resumed.epoch_end_is_pending
-        self._epoch_is_over = resumed is not None and resumed.nothing_left
         self.driver.begin(self._with_metrics(carry, None if resumed is None else resumed.metrics))
         # The driver owns the arrays that were read: a reference would keep them in memory.
         self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
+        # True between the end of an epoch and the beginning of the next one.
+        self._epoch_is_over = resumed is not None and resumed.nothing_left
         # The chunks of the next epoch, if its first chunk has been made in advance.
         self._prepared_chunks: Iterator[Chunk] | None = None
         # The event that is being handled. Its state may have been replaced.
@@ -112,19 +109,20 @@ class Loop:
                 stack.enter_context(self.stopping)
             # A hook may have stopped the run before the checkpoint that it resumes from.
             is_stopped = self.resumed is not None and self.resumed.stopped
-            is_over = self.resumed is not None and self.resumed.nothing_left
-            while not is_over and self.position.epoch < self.epochs:
+            while not self._epoch_is_over and self.position.epoch < self.epochs:
                 is_stopped = yield from self._epoch()
-                if is_stopped or self.position.epoch + 1 == self.epochs:
+                if not is_stopped and self.position.epoch + 1 < self.epochs:
+                    self._epoch_is_over = False
+                    self.position = Position(self.position.step, self.position.epoch + 1)
+                    # Metrics are those of one epoch.
+                    self.driver.begin(self._with_metrics(self.state))
+                else:
                     break
-                self.position = Position(self.position.step, self.position.epoch + 1)
-                # Metrics are those of one epoch.
-                self.driver.begin(self._with_metrics(self.state))
             yield from self._end(is_stopped)
 
     def _epoch(self) -> Generator[Event, None, bool]:
         """Yields the events of an epoch; returns True if the run stops in it."""
-        self._epoch_is_over, steps_taken, is_stopped = False, 0, False
+        steps_taken, is_stopped = 0, False
         if self.like_keras:
             yield from self._yield_event(EpochBegin(**self._event_fields()))
         if self._prepared_chunks is None:
@@ -153,17 +151,7 @@ class Loop:
         # Other processes read both counts to see whether this one still takes part in the run.
         if self.stopping is not None:
             self.stopping.started += chunk.steps
-        try:
-            rows = self.driver.run(chunk)
-        except Exception as error:
-            # After an error only: looking at each leaf of the state takes time.
-            if "has been deleted" in str(error) and not self.driver.is_complete():
-                raise ValueError(
-                    "event.state: expected live arrays, got some that a program of a hook took "
-                    "over (donation). Assign the state that it returned, event.state = new_state, "
-                    "or pass it a copy."
-                ) from error
-            raise
+        rows = self.driver.run(chunk)
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
@@ -191,10 +179,10 @@ class Loop:
             require_batches(steps_taken or self.position.batch, place)
         if not is_stopped:
             self._prepare_next_epoch()
-        # A run may begin where an epoch is over already, and its event has been handled.
-        if not (steps_taken or self._epoch_end_is_pending or self.like_keras):
+        self._epoch_is_over = True
+        # With `start`, a run may begin where an epoch is over, and its event has been handled.
+        if not (steps_taken or self.resumed or self.like_keras):
             return False
-        self._epoch_end_is_pending, self._epoch_is_over = False, True
         event = EpochEnd(**self._event_fields(), stopped=is_stopped)
         yield from self._yield_event(event)
         is_stopped = self._is_last(event)
@@ -206,28 +194,25 @@ class Loop:
     def _end(self, is_stopped: bool) -> Iterator[Event]:
         """Yields the last event; saves the last state, and the final one if a hook replaced it."""
         event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
-        if self.saving is None or self.position.epoch >= self.epochs:
+        is_saved = self.resumed is not None and self.resumed.finished
+        if self.saving is None or is_saved or self.position.epoch >= self.epochs:
             yield from self._yield_event(event)
             return
         # Read before the event, whose hooks may replace the state, as `EarlyStopping` does. A run
         # that resumes for more epochs continues from the last state, not from the best one.
-        trees, values = self._trees_to_save(), self._last_values
-        resumed, over = self.resumed, self._epoch_is_over
+        trees, values, over = self._trees_to_save(), self._last_values, self._epoch_is_over
         try:
             yield from self._yield_event(event)
         # Also GeneratorExit: an error of a hook ends the loop that reads these events.
         except BaseException:
             # A resumed run repeats the end. It must not continue a run that was stopped, and no
             # process saves alone.
-            is_new = resumed is None or not resumed.nothing_left
-            if is_new and not is_stopped and jax.process_count() == 1:
+            if not is_stopped and jax.process_count() == 1:
                 event = dataclasses.replace(event, values=values)
                 # A second error would hide this one.
                 with contextlib.suppress(Exception):
                     self.saving.save(event, trees, self.signals, epoch_is_over=over)
             raise
-        if resumed is not None and resumed.finished:
-            return
         if self.state is not trees["state"]:
             trees["state"], trees["final"] = event.original_state(), self.state
         event = dataclasses.replace(event, values={**values, **event.values})

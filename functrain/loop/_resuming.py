@@ -38,7 +38,6 @@ class Resumed:
     Attributes:
       position: The position to continue from.
       epochs: The number of epochs of the training.
-      epoch_end_is_pending: True if the event at the end of the epoch has not been yielded yet.
       nothing_left: True after the last epoch: at most the end of the run is left.
       finished: True if the run is over.
       stopped: True if a hook has stopped the run.
@@ -51,7 +50,6 @@ class Resumed:
 
     position: Position
     epochs: int
-    epoch_end_is_pending: bool
     nothing_left: bool
     finished: bool
     stopped: bool
@@ -109,9 +107,10 @@ def resume(
             raise refusal
         return None
 
+    remaining: Resumed | None = None
+
     def trees_to_read(manifest: dict[str, Any]) -> dict[str, PyTree]:
-        if refusal is not None and not manifest.get("done"):
-            raise refusal
+        nonlocal remaining
         _require_same_run(checkpointer, batches, manifest)
         remaining = _remaining(checkpointer, batches, manifest, epochs)
         if refusal is not None and not remaining.finished:
@@ -131,7 +130,7 @@ def resume(
 
     # `trees_to_read` raises before any array is read, or released.
     restored, trees, manifest = checkpointer._read(trees_to_read)
-    remaining = _remaining(checkpointer, batches, manifest, epochs)
+    assert remaining is not None, "a checkpoint was read"
     remaining = dataclasses.replace(
         remaining,
         state=trees.get("final", restored.state),
@@ -184,7 +183,6 @@ def _remaining(
     return Resumed(
         position,
         epochs,
-        epoch_end_is_pending=not epoch_is_over,
         nothing_left=nothing_left,
         finished=finished,
         stopped=finished and done["stopped"],
@@ -203,14 +201,7 @@ def _require_same_run(
     is_of_run = "epoch_over" in manifest
     expected = "checkpoints of a run, not of Checkpointer.save"
     require(is_of_run, directory, expected, manifest["step"], advice, error=mismatch)
-    saved, current = manifest["data"], batches.fingerprint()
-    lengths = [_length_of_epochs(saved), _length_of_epochs(current)]
-    if lengths[0] != lengths[1]:
-        raise CheckpointMismatchError(
-            f"steps_per_epoch: expected {lengths[0]}, as in the run that was saved in {directory}, "
-            f"got {lengths[1]}. A run keeps the length of its epochs; epochs= and steps= may grow."
-        )
-    _require_same_data(checkpointer, differences(saved, current))
+    _require_same_data(checkpointer, differences(manifest["data"], batches.fingerprint()))
 
 
 def _require_same_data(checkpointer: Checkpointer, changed: list[str]) -> None:
@@ -244,11 +235,3 @@ def _compare_environments(
             "in, so results may differ from those of an uninterrupted run:\n"
             f"{_tree.bullets(lines)}"
         )
-
-
-def _length_of_epochs(data: Mapping[str, Any]) -> str:
-    """Returns the length of epochs in a fingerprint of data, for an error."""
-    if "steps_per_epoch" not in data:
-        return "epochs of one pass over the data"
-    steps = data["steps_per_epoch"]
-    return "one epoch, with steps= alone" if steps is None else f"steps_per_epoch={steps}"

@@ -1,6 +1,7 @@
 """Runs as iterators over events: the caller decides what happens between programs."""
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Generator, Iterable, Iterator
@@ -19,7 +20,7 @@ from functrain.engine._position import Position
 from functrain.engine._programs import initial_metrics
 from functrain.engine._signals import DeferredSignals
 from functrain.engine._trigger import Trigger, longest_interval
-from functrain.loop._arguments import RunArguments, require_epochs_left, run_arguments
+from functrain.loop._arguments import RunArguments, run_arguments
 from functrain.loop._events import Event
 from functrain.loop._loop import Loop
 from functrain.loop._resuming import Resumed
@@ -225,9 +226,8 @@ def begin_run(
       plan: Chooses K; by default it is made from the arguments.
       like_keras: See `Loop`.
     """
-    batches, sharding, epochs = arguments.batches, arguments.sharding, arguments.epochs
-    position, resumed = arguments.position, None
     no_metrics = initial_metrics(step, state) if isinstance(step, MeteredStep) else None
+    resumed: Resumed | None = None
     owns_signals = signals is None
     signals = signals or DeferredSignals("run", saves=saving is not None)
     # If an error occurs before the first event, the checkpoint directory must be released again.
@@ -236,41 +236,33 @@ def begin_run(
             undo.callback(saving.close, signals)
             arguments = arguments.with_boundary(saving.trigger)
             # Some data cannot seek, and must note their position from the first batch on.
-            batches.track()
+            arguments.batches.track()
             # The caller's arrays show where to put those of the checkpoint. A copy would be a
             # second state in memory during the read, and so would a state that the run takes over.
-            like = _placement.abstract_on_mesh(state, sharding)
+            like = _placement.abstract_on_mesh(state, arguments.sharding)
             is_consumed = arguments.donate and not like_keras
             release = functools.partial(_tree.delete, state) if is_consumed else None
-            resumed = saving.resume(like, no_metrics, epochs, release=release)
+            resumed = saving.resume(like, no_metrics, arguments.epochs, release=release)
         if resumed is not None:
-            epochs, position = resumed.epochs, resumed.position
+            arguments = dataclasses.replace(
+                arguments, epochs=resumed.epochs, position=resumed.position
+            )
             carry = _tree.copy_if_needed(resumed.state)
         elif like_keras:
             # The hook of bridge hands over its own state before the first step.
             carry = state
         else:
-            is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
-            advice = "Pass the state itself: there is no checkpoint to resume from."
-            require(not is_abstract, "state", "arrays with values", state, advice)
-            owned = _tree.copy_if_needed(state) if arguments.donate else _tree.copy(state)
-            carry = owned if sharding is None else _placement.place_on_mesh(owned, sharding)
-        # Keras accepts a run without epochs, and so does `fit(epochs=0)`.
-        is_empty = like_keras or (epochs == 0 and position == Position())
-        if resumed is None and position.epoch >= epochs and not is_empty:
-            require_epochs_left(batches, position, epochs, f"start={tuple(position)}")
-        batches.require_epochs(epochs - position.epoch)
+            carry = _own(state, arguments)
+        arguments.batches.require_epochs(arguments.epochs - arguments.position.epoch)
         # Processes that share arrays or checkpoints must stop at the same step.
         is_shared = jax.process_count() > 1 and (
-            saving is not None or _placement.spans_processes(carry, sharding)
+            saving is not None or _placement.spans_processes(carry, arguments.sharding)
         )
         loop = Loop(
             carry=carry,
             step=step,
             arguments=arguments,
             plan=plan or _plan(carry, arguments),
-            position=position,
-            epochs=epochs,
             no_metrics=no_metrics,
             saving=saving,
             resumed=resumed,
@@ -282,6 +274,15 @@ def begin_run(
         # From here on, the run closes `saving`.
         undo.pop_all()
     return Run(loop)
+
+
+def _own(state: PyTree, arguments: RunArguments) -> PyTree:
+    """Returns a state that nothing else refers to: a copy, or the caller's with ``donate=True``."""
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    advice = "Pass the state itself: there is no checkpoint to resume from."
+    require(not is_abstract, "state", "arrays with values", state, advice)
+    owned = _tree.copy_if_needed(state) if arguments.donate else _tree.copy(state)
+    return _placement.place_on_mesh(owned, arguments.sharding)
 
 
 def _plan(carry: PyTree, arguments: RunArguments) -> Plan:

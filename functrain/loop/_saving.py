@@ -26,8 +26,6 @@ class Saving:
       checkpointer: Writes the checkpoints, and knows when one is due.
       batches: The data.
       parts: Further parts of the run that are saved and resumed, by name.
-      evaluation: The arguments that make the loop evaluate, for the warning that the monitored
-        value is missing.
       losses: The losses of the run. The last checkpoint before they became NaN is kept.
       flush_logs: Passes the logs of the last program to the parts, which save them.
 
@@ -44,22 +42,25 @@ class Saving:
         checkpointer: Checkpointer,
         batches: Batches,
         parts: Mapping[str, Part],
-        evaluation: str = "eval_data and eval_step, or an Evaluate hook",
         losses: LossWatch | None = None,
         flush_logs: Callable[[], None] = lambda: None,
     ) -> None:
         advice = "Make one with functrain.Checkpointer('run')."
         expected = "a functrain.Checkpointer"
         require_instance("checkpointer", checkpointer, Checkpointer, expected, advice)
-        self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
-        self._evaluation, self._losses, self._flush_logs = evaluation, losses, flush_logs
-        _require_no_clock(checkpointer)
         self.trigger = checkpointer.every
+        has_clock = getattr(self.trigger, "seconds", None) is not None or checkpointer.budget
+        # All processes must save at the same step, and their clocks differ.
+        expected = (
+            "every=functrain.every(steps=...) or epochs= and budget=None in several processes"
+        )
+        is_valid = not (has_clock and is_multiprocess())
+        require(is_valid, "checkpointer", expected, checkpointer)
+        self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
+        self._losses, self._flush_logs = losses, flush_logs
         self._is_to_end = False
         # An interval in seconds begins with the run.
         self._last_save_time = time.perf_counter()
-        # True once the monitored value has been seen, or a warning has been given that it is
-        # missing.
         self._has_checked_monitor = checkpointer.monitor is None
         self._resumed: Resumed | None = None
 
@@ -72,11 +73,9 @@ class Saving:
         """Returns True if the run should be saved after an event."""
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
         is_due = self.trigger.due(event.step, epochs, time.perf_counter() - self._last_save_time)
-        if epochs is not None:
-            self._check_monitor(event)
-            # The best epoch is saved whatever the budget.
-            if self._checkpointer._is_improved(event.values):
-                return True
+        # The best epoch is saved whatever the budget.
+        if epochs is not None and self._checkpointer._is_improved(event.values):
+            return True
         return is_due and self._checkpointer._is_within_budget()
 
     def save(
@@ -99,16 +98,13 @@ class Saving:
         """
         self._flush_logs()
         self._last_save_time = time.perf_counter()
-        has_value = self._checkpointer.monitor in split_members(event.values)
-        self._has_checked_monitor = self._has_checked_monitor or has_value
-        # If the run has one epoch, its end was not seen by `is_due`.
-        if done is not None and epoch_is_over:
-            self._check_monitor(event)
+        self._check_monitor(event.values, epoch_is_over)
         documents = {name: part.state() for name, part in self._parts.items()}
         if self._resumed is not None and self._resumed.nothing_left:
             documents["data"] = self._resumed.data
         else:
             documents["data"] = self._batches.state(epoch_is_over=epoch_is_over)
+        last = None if self._losses is None else self._losses.last_finite
         # If the save fails, the error should be seen, and not a signal that would end the process.
         with signals.discard_on_error(), self._checkpointer._save_lock:
             self._checkpointer._write(
@@ -118,16 +114,11 @@ class Saving:
                 documents,
                 # After the end, no program consumes the state while it is written.
                 copy=done is None,
-                kept_before=self._last_finite_step(event.step),
+                kept_before=None if last is None or last >= event.step else last,
                 epoch_over=epoch_is_over,
                 done=done,
                 data=self._batches.fingerprint(),
             )
-
-    def _last_finite_step(self, step: int) -> int | None:
-        """Returns the last step whose loss was finite; None if that of this step was."""
-        last = None if self._losses is None else self._losses.last_finite
-        return None if last is None or last >= step else last
 
     def is_asked_to_end(self, signals: DeferredSignals) -> bool:
         """Returns True if the run must end now after a signal; call it once after each event."""
@@ -159,23 +150,13 @@ class Saving:
         with signals.discard_on_error():
             self._checkpointer.close()
 
-    def _check_monitor(self, event: Event) -> None:
-        """Warns at the first end of an epoch if the monitored value is missing."""
+    def _check_monitor(self, values: Mapping[str, Any], epoch_is_over: bool) -> None:
+        """Warns at the first save after an epoch if the monitored value is missing."""
         name = self._checkpointer.monitor
-        if not self._has_checked_monitor and name not in split_members(event.values):
+        is_missing = name not in split_members(values)
+        if is_missing and epoch_is_over and not self._has_checked_monitor:
             warn(
-                f"monitor: expected one of {sorted(event.values)}, got {name!r}. Values of an "
-                f"evaluation need {self._evaluation}."
+                f"monitor: expected one of {sorted(values)}, got {name!r}. Values of an evaluation "
+                "need eval_data and eval_step; validation_data in bridge.fit."
             )
-        self._has_checked_monitor = True
-
-
-def _require_no_clock(checkpointer: Checkpointer) -> None:
-    """Raises ValueError if saves depend on the time, and there are several processes."""
-    counts_seconds = getattr(checkpointer.every, "seconds", None) is not None
-    has_clock = counts_seconds or checkpointer.budget is not None
-    # All processes must save at the same step.
-    expected = "every=functrain.every(steps=...) or epochs= and budget=None with several processes"
-    advice = "Their clocks differ."
-    is_valid = not (has_clock and is_multiprocess())
-    require(is_valid, "checkpointer", expected, checkpointer, advice)
+        self._has_checked_monitor |= epoch_is_over or not is_missing

@@ -145,8 +145,7 @@ def test_a_state_that_a_hook_donates_has_to_be_replaced(how) -> None:
     def replace(event):
         event.state, _ = train_on(event.state, LOADER.batch(0, 0))
 
-    message = r"event\.state: .*hook took over.*event\.state = new"
-    with pytest.raises(ValueError, match=message) as got:
+    with pytest.raises((RuntimeError, ValueError), match="deleted") as got:
         ft.fit(start(), STEP, LOADER, hooks=[ft.at(3)(donate)], verbose=0, **how)
     assert "Nothing is left of the 3 steps" in "".join(got.value.__notes__)
     state, _ = ft.fit(start(), STEP, LOADER, hooks=[ft.at(3)(replace)], verbose=0, **how)

@@ -191,20 +191,16 @@ def test_more_steps_without_a_length_of_epochs_continue_too(kind, cut, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "message"),
+    ("first", "second"),
     [
-        ({"steps": 10}, {"steps": 20, "steps_per_epoch": 5}, "expected one epoch, with steps= alo"),
-        (
-            {"steps": 10, "steps_per_epoch": 5},
-            {"epochs": 2, "steps_per_epoch": 10},
-            "expected steps_per_epoch=5, as in the run that .*, got steps_per_epoch=10",
-        ),
-        ({"epochs": 2}, {"steps": 20}, "expected epochs of one pass over the data, as in .*alone"),
+        ({"steps": 10}, {"steps": 20, "steps_per_epoch": 5}),
+        ({"steps": 10, "steps_per_epoch": 5}, {"epochs": 2, "steps_per_epoch": 10}),
+        ({"epochs": 2}, {"steps": 20}),
     ],
 )
-def test_epochs_of_another_length_are_refused_by_name(first, second, message, tmp_path) -> None:
+def test_epochs_of_another_length_are_refused_by_name(first, second, tmp_path) -> None:
     fit(loader(), **first, checkpointer=ft.Checkpointer(tmp_path))
-    with pytest.raises(CheckpointMismatchError, match=f"steps_per_epoch: {message}"):
+    with pytest.raises(CheckpointMismatchError, match=r"(?s)expected the data of .*steps_per_epo"):
         fit(loader(), **second, checkpointer=ft.Checkpointer(tmp_path))
 
 
