@@ -3,11 +3,8 @@
 python lost.py DIRECTORY DEVICES     DEVICES in each process
 """
 
-import json
 import os
 import sys
-import warnings
-from collections.abc import Callable
 from typing import Any
 
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={sys.argv[2]}"
@@ -18,6 +15,7 @@ import numpy as np
 import optax
 
 import functrain as ft
+from tests.distributed.reports import report
 
 ft.distributed.initialize()
 TX = optax.adam(0.1)
@@ -55,26 +53,15 @@ def alone() -> None:
         ft.fit(make(), ft.train_step(loss_fn, TX), ft.ArrayLoader(X, 8), **how)
 
 
-def say(name: str, what: Callable[..., Any], *args: Any) -> None:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        try:
-            said = what(*args)
-        except (ValueError, RuntimeError) as error:
-            said = f"{type(error).__name__}: {error}"
-    sys.stdout.write(json.dumps({name: [said, [str(w.message) for w in found]]}) + "\n")
-    sys.stdout.flush()
-
-
 def main() -> None:
     both = ft.sharding.rules({"w": jax.P("data", "model"), "**": ft.sharding.replicated})
     if jax.device_count() == 4:
-        say("four", train, {"data": 2, "model": 2}, both, 2)
+        report("four", train, {"data": 2, "model": 2}, both, 2)
         return
-    say("the axes of before", train, {"data": 2, "model": 2}, both, 3)
-    say("the rule of before", train, {"data": 2}, both, 3)
-    say("no mesh", alone)
-    say("another mesh", train, {"data": 2}, ft.sharding.fsdp(min_size=1), 3)
+    report("the axes of before", train, {"data": 2, "model": 2}, both, 3)
+    report("the rule of before", train, {"data": 2}, both, 3)
+    report("no mesh", alone)
+    report("another mesh", train, {"data": 2}, ft.sharding.fsdp(min_size=1), 3)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
 """A training of which each process has a part of the data; see test_local.py.
 
-python parts.py DIRECTORY     prints a line of JSON for each thing that was tried
+python parts.py DIRECTORY     reports each thing that was tried
 """
 
-import json
 import os
 import sys
 from typing import Any
@@ -18,6 +17,7 @@ import optax
 from jax.experimental import multihost_utils
 
 import functrain as ft
+from tests.distributed.reports import report
 
 ft.distributed.initialize()
 MESH = ft.sharding.mesh({"data": -1})
@@ -71,27 +71,13 @@ def local(data: Any) -> Any:
     return ft.distributed.local(data, ROWS)
 
 
-def say(name: str, found: Any) -> None:
-    sys.stdout.write(json.dumps({name: found}) + "\n")
-    sys.stdout.flush()
-
-
-def refused(name: str, *args: Any, by: Any = fit, **kwargs: Any) -> None:
-    try:
-        by(*args, **kwargs)
-    except (ValueError, RuntimeError) as error:
-        say(name, str(error))
-    else:
-        say(name, None)
-
-
-def losses(name: str, make: Any) -> None:
+def losses(make: Any) -> list[list[float]]:
     one, three = (fit(local(make()), epochs=2, fuse=k).history.steps["loss"] for k in (1, 3))
-    say(name, [one.tolist(), three.tolist()])
+    return [one.tolist(), three.tolist()]
 
 
-def resumed(name: str, make: Any) -> None:
-    """Leaves a run in mid-epoch, and goes on with all of it made anew."""
+def resumed(name: str, make: Any) -> list[Any]:
+    """Leaves a run in mid-epoch, and resumes it with all of it made anew."""
     straight = fit(local(make()), epochs=2)
     place = f"{FOLDER}/{name}"
     how: Any = {"epochs": 2, "sharding": ROWS}
@@ -105,24 +91,34 @@ def resumed(name: str, make: Any) -> None:
         at = checkpoints.latest()
         again = fit(local(make()), epochs=2, checkpointer=checkpoints)
     both = (np.asarray(r.state.params["w"]).tolist() for r in (straight, again))
-    say(name, [at, *both])
+    return [at, *both]
 
 
-def undivided(trained: Any) -> None:
+def evaluated() -> list[Any]:
+    held_out = local(part().to_iter_dataset())
+    trained, history = fit(local(part()), eval_data=held_out, eval_step=MEASURE)
+    return [np.asarray(trained.params["w"]).tolist(), history.epochs["val_loss"].item()]
+
+
+def predicted() -> list[Any]:
+    outputs = ft.predict(state(), lambda state, x: (state, 2 * x), local(part()), sharding=ROWS)
+    return outputs.tolist()  # type: ignore[no-any-return]
+
+
+def undivided(make: Any, rows: Any, size: int) -> list[Any]:
     """Evaluates and predicts 42 examples in batches of 8, 21 of them in each process."""
 
     def plain(params: Any, model_state: Any, batch: Any, *, rng: Any, training: bool) -> Any:
         return jnp.mean((batch @ params["w"] - 1) ** 2), ft.Aux(model_state)
 
-    step, rows = ft.eval_step(plain), X[OWN::COUNT][:21]
-    data = {"of each": local(ft.ArrayLoader(rows, 4)), "of all": ft.ArrayLoader(X[:42], 8)}
-    for name, batches in data.items():
-        loss = ft.evaluate(trained, step, batches, sharding=ROWS)["loss"]
-        outputs = ft.predict(trained, lambda state, x: (state, x), batches, sharding=ROWS)
-        say(f"undivided {name}", [loss, outputs.tolist()])
+    batches = make(ft.ArrayLoader(rows, size))
+    trained = state().replace(params={"w": jnp.arange(3.0)})
+    loss = ft.evaluate(trained, ft.eval_step(plain), batches, sharding=ROWS)["loss"]
+    outputs = ft.predict(trained, lambda state, x: (state, x), batches, sharding=ROWS)
+    return [loss, outputs.tolist()]
 
 
-def stopped() -> None:
+def stopped() -> list[Any]:
     """Stops the members of a population that is divided over the processes."""
 
     def step(x: Any, batch: Any) -> Any:
@@ -134,36 +130,35 @@ def stopped() -> None:
     how: Any = {"sharding": jax.NamedSharding(MESH, jax.P()), "hooks": [hook], "verbose": 0}
     result, history = ft.fit(members, over_all, ft.NoData(1), epochs=9, **how)
     best = multihost_utils.process_allgather(result.states, tiled=True)
-    say("stopped", [best.tolist(), hook.best_step.tolist(), len(history.epochs["loss"])])
+    return [best.tolist(), hook.best_step.tolist(), len(history.epochs["loss"])]
+
+
+def another_part() -> None:
+    """Resumes a run with other data in the second process."""
+    with ft.Checkpointer(f"{FOLDER}/shuffled") as checkpoints:
+        fit(local(shuffled(seed=3 + OWN)), epochs=3, checkpointer=checkpoints)
 
 
 def main() -> None:
-    losses("MapDataset", part)
-    losses("DataLoader", loader)
-    losses("ArrayLoader", arrays)
-    held_out = local(part().to_iter_dataset())
-    trained, history = fit(local(part()), eval_data=held_out, eval_step=MEASURE)
-    say("evaluated", [np.asarray(trained.params["w"]).tolist(), history.epochs["val_loss"].item()])
-    outputs = ft.predict(trained, lambda state, x: (state, 2 * x), local(part()), sharding=ROWS)
-    say("predicted", outputs.tolist())
-    undivided(trained)
-    stopped()
-    for name, make in {"shuffled": shuffled, "DataLoader resumed": loader}.items():
-        resumed(name, make)
-    resumed("ArrayLoader resumed", arrays)
-    with ft.Checkpointer(f"{FOLDER}/shuffled") as checkpoints:
-        other = local(shuffled(seed=3 + OWN))
-        refused("another part in the second", other, epochs=3, checkpointer=checkpoints)
+    for name, make in {"MapDataset": part, "DataLoader": loader, "ArrayLoader": arrays}.items():
+        report(name, losses, make)
+    report("evaluated", evaluated)
+    report("predicted", predicted)
+    report("undivided of each", undivided, local, X[OWN::COUNT][:21], 4)
+    report("undivided of all", undivided, lambda data: data, X[:42], 8)
+    report("stopped", stopped)
+    report("shuffled", resumed, "shuffled", shuffled)
+    report("ArrayLoader resumed", resumed, "arrays", arrays)
+    report("another part in the second", another_part)
     fewer = X[OWN::COUNT][: 24 - 8 * OWN]
-    refused("fewer batches, of unknown length", local(part(rows=fewer).to_iter_dataset()))
+    report("fewer batches, of unknown length", fit, local(part(rows=fewer).to_iter_dataset()))
     lengths = {"eval_data": local(part(rows=fewer)), "eval_step": MEASURE}
-    refused("fewer batches to evaluate on", local(part()), **lengths)
-    everywhere = jax.NamedSharding(MESH, jax.P())
-    refused("the same part in both", part(), everywhere, by=ft.distributed.local)
+    report("fewer batches to evaluate on", fit, local(part()), **lengths)
+    report("the same part in both", ft.distributed.local, part(), jax.NamedSharding(MESH, jax.P()))
     clock = ft.hooks.Evaluate(MEASURE, ft.ArrayLoader(X, 8), every=ft.every(seconds=1))
-    refused("a clock", ft.ArrayLoader(X, 8), hooks=[clock])
-    refused("other lengths", ft.ArrayLoader(X[: 48 - 8 * OWN], 8))
-    refused("other epochs", ft.ArrayLoader(X, 8), epochs=2 + OWN)
+    report("a clock", fit, ft.ArrayLoader(X, 8), hooks=[clock])
+    report("other lengths", fit, ft.ArrayLoader(X[: 48 - 8 * OWN], 8))
+    report("other epochs", fit, ft.ArrayLoader(X, 8), epochs=2 + OWN)
 
 
 if __name__ == "__main__":

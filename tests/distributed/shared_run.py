@@ -1,13 +1,12 @@
 """Runs that two processes share, which one of them stops or leaves; see test_stopping.py.
 
-python shared_run.py stops                  prints a line of JSON
+python shared_run.py stops                  reports how it stops
 python shared_run.py WAY PROCESS DIRECTORY  a process leaves a run that saves
 """
 
 # ruff: noqa: E402 - one function is registered at exit before jax registers its own
 
 import atexit
-import json
 import sys
 import time
 from typing import Any
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import functrain as ft
+from tests.distributed.reports import report
 
 say_at_exit("registered before initialize")
 ft.distributed.initialize()
@@ -63,17 +63,14 @@ def loop(process: int, act: Any, **more: Any) -> int:
 
 
 def stops() -> None:
-    results: dict[str, Any] = {
-        "all": fit(stopping(None, 10)),
-        "the first": fit(stopping(0, 10)),
-        "the second": fit(stopping(1, 10)),
-        "the second at the end of an epoch": fit(stopping(1, 8, ft.events.EpochEnd)),
-        "the second at the last step": fit(stopping(1, 24)),
-        "each at another step": fit(stopping(None, 10 + 4 * PROCESS)),
-        "by hand": loop(1, lambda event: event.stop()),
-        "alone": fit(stopping(1, 10), sharding=None),
-    }
-    sys.stdout.write(json.dumps(results) + "\n")
+    report("all", fit, stopping(None, 10))
+    report("the first", fit, stopping(0, 10))
+    report("the second", fit, stopping(1, 10))
+    report("the second at the end of an epoch", fit, stopping(1, 8, ft.events.EpochEnd))
+    report("the second at the last step", fit, stopping(1, 24))
+    report("each at another step", fit, stopping(None, 10 + 4 * PROCESS))
+    report("by hand", loop, 1, lambda event: event.stop())
+    report("alone", fit, stopping(1, 10), sharding=None)
 
 
 def leave(way: str, process: int, directory: str) -> None:

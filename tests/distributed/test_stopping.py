@@ -1,6 +1,5 @@
 """Runs that two processes share: a stop in one is a stop in all; one that leaves ends all."""
 
-import json
 import pathlib
 import re
 import time
@@ -8,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.test_processes import ended, start
+from tests.distributed.reports import reports
 from tests.distributed.test_launch import launched
 
 PROGRAM = str(pathlib.Path(__file__).parent / "shared_run.py")
@@ -17,8 +16,10 @@ PROGRAM = str(pathlib.Path(__file__).parent / "shared_run.py")
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
     """The steps that were taken in each process, and the results, by who stopped."""
-    printed = ended(start(2, [PROGRAM], "stops"))
-    return [json.loads(next(x for x in lines if x.startswith("{"))) for lines in printed]
+    return [
+        {name: result for name, (result, _) in own.items()}
+        for own in reports("shared_run.py", "stops")
+    ]
 
 
 def total(steps: int) -> float:
