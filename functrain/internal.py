@@ -11,7 +11,6 @@ from functrain.common._checks import require_instance as require_instance
 from functrain.common._checks import require_integer as require_integer
 from functrain.common._checks import require_no_problems as require_no_problems
 from functrain.common._checks import require_one_of as require_one_of
-from functrain.common._checks import require_untraced as require_untraced
 from functrain.common._gather import fetch_global as fetch_global
 from functrain.common._repr import brief as brief
 from functrain.common._repr import call as call
@@ -22,7 +21,6 @@ from functrain.common._warnings import warn as warn
 from functrain.common._wide_integers import is_cheap_to_read as is_cheap_to_read
 from functrain.common._wide_integers import require_integers_fit as require_integers_fit
 from functrain.data._arrays import host_batch as host_batch
-from functrain.data._arrays import require_no_number_lists as require_no_number_lists
 from functrain.data._arrays import require_unmasked as require_unmasked
 from functrain.data._batches import Batches as Batches
 from functrain.data._batches import Chunk as Chunk

@@ -1,6 +1,5 @@
 """The batches of everything that `fit` takes."""
 
-import contextlib
 import functools
 import itertools
 import random
@@ -60,27 +59,23 @@ def epochs(**arguments: Any) -> Any:
     Args:
       **arguments: Those of `EpochIterator`: x, y, sample_weight, batch_size, ...
     """
-    with _without_auto_sharding():
-        iterator = _Epochs(**arguments)
-    iterator.arrays = _array_batches(iterator.data_adapter)
-    return iterator
-
-
-@contextlib.contextmanager
-def _without_auto_sharding() -> Iterator[None]:
-    """Context manager: keeps Keras from dividing data over processes.
-
-    Keras divides tf.data only, while in bridge.fit every process has the same batches.
-    """
     distribution = keras.distribution.distribution()
-    was_on = getattr(distribution, "auto_shard_dataset", False)
-    if was_on:
+    # Keras divides tf.data over processes, while in bridge.fit every process has the same batches.
+    divides = getattr(distribution, "auto_shard_dataset", False)
+    if divides:
         distribution.auto_shard_dataset = False
     try:
-        yield
+        iterator = _Epochs(**arguments)
     finally:
-        if was_on:
+        if divides:
             distribution.auto_shard_dataset = True
+    adapter = iterator.data_adapter
+    # A subclass may yield other batches than these arrays.
+    if type(adapter) is ArrayDataAdapter and all(
+        map(_is_dense, keras.tree.flatten(adapter._inputs))
+    ):
+        iterator.arrays = ArrayBatches(adapter)
+    return iterator
 
 
 def epoch_position(epochs: Any) -> dict[str, Any]:
@@ -183,20 +178,6 @@ def _dtype_names(x: Any) -> str:
     return ", ".join(sorted(set(map(str, dtypes))))
 
 
-def _array_batches(adapter: Any) -> "ArrayBatches | None":
-    """Returns the data of an adapter if they are dense arrays, else None.
-
-    Reads `ArrayDataAdapter._inputs`, `_num_samples`, `_batch_size` and `_size`, and calls
-    `_get_iterator` and `array_slicing.convert_to_sliceable`; checked with Keras 3.15.1. Without it
-    batches are made one by one and then stacked, which takes longer than a small model's step.
-    """
-    # A subclass may yield other batches than these arrays.
-    if type(adapter) is not ArrayDataAdapter:
-        return None
-    are_dense = all(map(_is_dense, keras.tree.flatten(adapter._inputs)))
-    return ArrayBatches(adapter) if are_dense else None
-
-
 def _is_dense(x: Any) -> bool:
     """Returns True if batches of an array can be stacked."""
     # Most are NumPy arrays, and converting one may cast it as a whole.
@@ -212,7 +193,11 @@ def _is_dense(x: Any) -> bool:
 
 
 class ArrayBatches:
-    """The arrays of an `ArrayDataAdapter`, and the order of one pass over them.
+    """The dense arrays of an `ArrayDataAdapter`, and the order of one pass over them.
+
+    Reads `ArrayDataAdapter._inputs`, `_num_samples`, `_batch_size` and `_size`, and calls
+    `_get_iterator` and `array_slicing.convert_to_sliceable`; checked with Keras 3.15.1. Without it
+    batches are made one by one and then stacked, which takes longer than a small model's step.
 
     Attributes:
       first_size: The number of rows in the first batch.

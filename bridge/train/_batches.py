@@ -19,9 +19,11 @@ from functrain.internal import (
     chunk_placer,
     copy_batch,
     host_batch,
+    is_cheap_to_read,
     pad_chunk,
     require,
     require_integers_fit,
+    require_unmasked,
     signature,
     stack_batches,
 )
@@ -199,6 +201,8 @@ def keras_batches(
     x, y, sample_weight = data
     local = x if isinstance(x, Local) else None
     x = x.data if isinstance(x, Local) else x
+    for name, part in (("x", x), ("y", y), ("sample_weight", sample_weight)):
+        _require_numbers(name, part)
     epochs = keras_private.data.epochs(
         x=x,
         y=y,
@@ -217,6 +221,34 @@ def keras_batches(
         return LocalBatches(KerasBatches(epochs, None), local)
     is_placed = distribution is not None
     return KerasBatches(epochs, _placer(distribution, not trains) if is_placed else None)
+
+
+def _require_numbers(name: str, data: Any) -> None:
+    """Raises an error for strings, masked arrays, and integers that jax would truncate."""
+    for leaf in keras.tree.flatten(data):
+        require_unmasked(leaf, name)
+        # All other arrays are checked chunk by chunk, since reading them all may take long.
+        if isinstance(leaf, np.ndarray) and is_cheap_to_read(leaf):
+            require_integers_fit(leaf, name)
+        if _holds_strings(leaf):
+            raise TypeError(
+                f"{name}: expected numbers, got strings, on which a model cannot be trained. "
+                "Convert labels with classes, y = np.unique(y, return_inverse=True) or "
+                "keras.layers.StringLookup, texts with keras.layers.TextVectorization."
+            )
+
+
+def _holds_strings(leaf: Any) -> bool:
+    """Returns True for a string, and for an array or a table with one in its first rows."""
+    if isinstance(leaf, str | bytes):
+        return True
+    # A DataFrame has a dtype for each column. Other kinds of arrays hold no strings.
+    is_table = hasattr(leaf, "dtypes") and hasattr(leaf, "columns")
+    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
+    if not is_table and kind not in {"O", "S", "U", "T"}:
+        return False
+    rows = np.asarray(leaf[:8] if np.ndim(leaf) else leaf)
+    return any(isinstance(value, str | bytes) for value in rows.reshape(-1).tolist())
 
 
 def _require_divisible(distribution: Any, epochs: Any, parts: int) -> None:

@@ -20,9 +20,7 @@ from functrain.internal import (
     require,
     require_fuse,
     require_integer,
-    require_integers_fit,
     require_one_of,
-    require_unmasked,
     resolve_mode,
     warn,
 )
@@ -79,40 +77,11 @@ def require_arguments(
 
 def require_validation_arguments(split: Any, freq: Any) -> None:
     """Raises ValueError for wrong values of `validation_split` and `validation_freq`."""
-    is_fraction = split is None or 0 <= split < 1
     expected = "a fraction of the arrays, from 0 to below 1"
-    require(is_fraction, "validation_split", expected, split)
+    require(split is None or 0 <= split < 1, "validation_split", expected, split)
     is_frequency = isinstance(freq, list) or (isinstance(freq, int) and freq >= 1)
     expected = "a whole number of epochs of at least 1, or a list of epochs"
     require(is_frequency, "validation_freq", expected, freq)
-
-
-def require_numbers(name: str, data: Any) -> None:
-    """Raises an error for strings, masked arrays, and integers that jax would truncate."""
-    for leaf in keras.tree.flatten(data):
-        require_unmasked(leaf, name)
-        # All other arrays are checked chunk by chunk, since reading them all may take long.
-        if isinstance(leaf, np.ndarray) and is_cheap_to_read(leaf):
-            require_integers_fit(leaf, name)
-        if _holds_strings(leaf):
-            raise TypeError(
-                f"{name}: expected numbers, got strings, on which a model cannot be trained. "
-                "Convert labels with classes, y = np.unique(y, return_inverse=True) or "
-                "keras.layers.StringLookup, texts with keras.layers.TextVectorization."
-            )
-
-
-def _holds_strings(leaf: Any) -> bool:
-    """Returns True for a string, and for an array or a table with one in its first rows."""
-    if isinstance(leaf, str | bytes):
-        return True
-    # A DataFrame has a dtype for each column. Other kinds of arrays hold no strings.
-    is_table = hasattr(leaf, "dtypes") and hasattr(leaf, "columns")
-    kind = getattr(getattr(leaf, "dtype", None), "kind", "")
-    if not is_table and kind not in {"O", "S", "U", "T"}:
-        return False
-    rows = np.asarray(leaf[:8] if np.ndim(leaf) else leaf)
-    return any(isinstance(value, str | bytes) for value in rows.reshape(-1).tolist())
 
 
 def validation_batches(
@@ -124,11 +93,9 @@ def validation_batches(
       ValueError: They are no data for Keras, or arrays that the model's test_step cannot evaluate.
     """
     try:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        require_numbers("validation_data's x", x)
-        require_numbers("validation_data's y", y)
-        batches = keras_batches(model, (x, y, sample_weight), batch_size, steps, trains=False)
-    except ValueError as error:
+        data = keras.utils.unpack_x_y_sample_weight(data)
+        batches = keras_batches(model, data, batch_size, steps, trains=False)
+    except (TypeError, ValueError) as error:
         raise ValueError(f"validation_data: {error}") from error
     _require_evaluation(model, batches, training)
     return batches

@@ -159,8 +159,6 @@ def fit(
         steps_per_epoch=steps_per_epoch,
         validation_steps=validation_steps,
     )
-    _checks.require_numbers("x", prepared.x)
-    _checks.require_numbers("y", prepared.y)
     data = prepared.x, prepared.y, prepared.sample_weight
     validation_data = prepared.validation_data
     if prepared.validation_split and validation_data is None:
@@ -253,8 +251,6 @@ def evaluate(
     _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     arguments = {"x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight}
     prepared = keras_private.trainer.prepared(model, "evaluate", **arguments, steps=steps)
-    _checks.require_numbers("x", prepared.x)
-    _checks.require_numbers("y", prepared.y)
     data = prepared.x, prepared.y, prepared.sample_weight
     batches = keras_batches(model, data, prepared.batch_size, prepared.steps, trains=False)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
@@ -302,7 +298,6 @@ def predict(
     _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
     arguments = {"x": x, "batch_size": batch_size, "steps": steps}
     prepared = keras_private.trainer.prepared(model, "predict", **arguments)
-    _checks.require_numbers("x", prepared.x)
     batches = keras_batches(
         model, (prepared.x, None, None), prepared.batch_size, prepared.steps, trains=False
     )

@@ -158,7 +158,7 @@ class KerasHook:
         return self.values.restore(None if last is None else last[0])
 
     def _begin_epoch(self, event: EpochBegin) -> None:
-        self._count_steps(event)
+        self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
         if self.memory is not None and self.memory.is_pending:
             self._resume(event, self.memory)
         if not event.position.batch:
@@ -190,14 +190,11 @@ class KerasHook:
         # `event.state` would flatten the state, to find out later whether a leaf was assigned.
         self.values.push(event.original_state())
         self._last_chunk = event
-        self._count_steps(event)
+        self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
         if self.calls.acting:
             self.calls.end_chunk(event)
             self.values.update(event)
         self._stop_if_asked(event)
-
-    def _count_steps(self, event: Event) -> None:
-        self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
 
     def _end_epoch(self, event: EpochEnd) -> None:
         # The data may have changed the model at the end of their epoch.

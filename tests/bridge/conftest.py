@@ -151,30 +151,6 @@ def same_names() -> Built:
     return stack(Twins(), Twins())
 
 
-class Noise(layers.Layer):
-    def __init__(self, seed: keras.random.SeedGenerator) -> None:
-        super().__init__()
-        self.seed = seed
-
-    def call(self, x: Any) -> Any:
-        return x + keras.random.normal(keras.ops.shape(x), seed=self.seed)
-
-
-class SharedSeed(layers.Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seed = keras.random.SeedGenerator(3)
-        self.noises = [Noise(self.seed), Noise(self.seed)]
-
-    def call(self, x: Any) -> Any:
-        return self.noises[1](self.noises[0](x))
-
-
-@kind
-def shared_seed() -> Built:
-    return stack(SharedSeed(), layers.Dense(2), shape=(8,))
-
-
 @kind
 def masked_lstm() -> Built:
     x = keras.Input((6,), dtype="int32")
@@ -220,11 +196,6 @@ class Counting(layers.Layer):
 def metric_and_loss_in_call() -> Built:
     net = [keras.Input((3,)), Counting(), layers.Dense(3), Counting()]
     return keras.Sequential([keras.Sequential(net), layers.Dense(2)]), floats(5, 3)
-
-
-@kind
-def no_variables() -> Built:
-    return stack(layers.Rescaling(2.0))
 
 
 @kind

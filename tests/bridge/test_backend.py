@@ -42,11 +42,6 @@ def test_keras_already_on_another_backend_is_refused(tmp_path, variable):
     assert "set KERAS_BACKEND=jax before Python starts" in done.stderr
 
 
-def test_keras_already_on_jax_is_accepted():
-    done = python("import keras, bridge", KERAS_BACKEND="jax")
-    assert done.returncode == 0, done.stderr
-
-
 def test_bridge_imports_where_keras_has_failed_for_want_of_tensorflow():
     # Nothing of ours runs before that failure: Keras takes TensorFlow where nobody says otherwise.
     code = """

@@ -51,10 +51,6 @@ def measures(make: Callable[[], Any], y: Any = ONE_HOT, outputs: Any = SCORES) -
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(metric.compute)(state)))
 
 
-def loses(loss: Any) -> None:
-    jax.jit(jax.grad(lambda outputs: bridge.loss(loss)(outputs, Y).sum()))(SCORES)
-
-
 def calls(rng: Any) -> None:
     model = bridge.from_keras(net(Measured()))
     params, model_state = model.init(jax.random.key(0), X)
@@ -93,46 +89,24 @@ def fits() -> None:
     bridge.predict(model, X, verbose=0)
 
 
-def constrains() -> None:
-    model = net()
-    rate = bridge.schedule(keras.optimizers.schedules.CosineDecay(0.1, 10))
-    tx = optax.chain(optax.sgd(rate), bridge.constraints(model))
-    state = bridge.create_state(model, tx)
-    jax.jit(tx.update)(state.params, state.opt_state, state.params)
-
-
 def calls_flax() -> None:
     model = bridge.from_keras(net(bridge.from_flax(nn.Dense(3))))
     params, model_state = model.init(jax.random.key(0), X)
     jax.jit(model.apply)(params, model_state, X)
 
 
-def calls_keras_in_flax() -> None:
-    module = bridge.to_linen(net())
-    jax.jit(module.apply)(jax.jit(module.init)(jax.random.key(0), X), X)
-
-
 COSINE = keras.optimizers.schedules.CosineDecay(0.1, 10)
 F1 = keras.metrics.F1Score
 PROGRAMS: dict[str, Callable[[], None]] = {
     "accuracy of classes": lambda: measures(lambda: bridge.metric("accuracy"), Y),
-    "accuracy of one-hot": lambda: measures(lambda: bridge.metric("accuracy")),
-    "binary accuracy": lambda: measures(lambda: bridge.metric("accuracy"), Y, SCORES[:, :1]),
-    "AUC": lambda: measures(lambda: bridge.metric(keras.metrics.AUC())),
     "built metric": lambda: measures(lambda: bridge.metric(F1(), example=(SCORES, ONE_HOT))),
-    "loss by name": lambda: loses("crossentropy"),
-    "loss": lambda: loses(keras.losses.Huber()),
     "from_keras with a key": lambda: calls(jax.random.key(0)),
     "from_keras by Keras's seeds": lambda: calls(None),
-    "Adam": lambda: optimizes(keras.optimizers.Adam()),
     "SGD of a schedule": lambda: optimizes(keras.optimizers.SGD(COSINE)),
     "steps of functrain": trains_in_functrain,
-    "steps of Keras": lambda: takes_steps(keras.optimizers.Adam()),
     "steps with optax": lambda: takes_steps(bridge.OptaxOptimizer(optax.adam, learning_rate=0.1)),
     "fit": fits,
-    "constraints": constrains,
     "flax in Keras": calls_flax,
-    "Keras in flax": calls_keras_in_flax,
 }
 
 

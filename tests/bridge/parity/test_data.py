@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers, ops
 
 from tests.bridge import parity
-from tests.bridge.parity import BATCH, LABELS, WEIGHTS, AddsLoss, Case, N, X, Y, classifier, dense
+from tests.bridge.parity import BATCH, WEIGHTS, AddsLoss, Case, N, X, Y, classifier, dense
 
 CASES = parity.Cases()
 CLASS_WEIGHT = {0: 1.0, 1: 2.0, 2: 0.5, 3: 1.5}
@@ -23,19 +23,6 @@ class Batches(keras.utils.PyDataset):
     def __getitem__(self, i: int) -> Any:
         rows = slice(i * BATCH, (i + 1) * BATCH)
         return X[rows], Y[rows]
-
-
-class Labelled(Batches):
-    """Labels; and it notes that epochs begin."""
-
-    epochs = 0
-
-    def __getitem__(self, i: int) -> Any:
-        rows = slice(i * BATCH, (i + 1) * BATCH)
-        return X[rows] + self.epochs, LABELS[rows]
-
-    def on_epoch_begin(self) -> None:
-        self.epochs += 1
 
 
 def endless() -> Iterator[Any]:
@@ -51,11 +38,6 @@ def generated(batches: Iterator[Any], steps: int) -> Case:
 def of_many_sizes() -> Case:
     sizes = [16, 16, 8, 16, 16, 16, 5, 16, 8, 16, 16, 16]
     return generated(((X[:n] + i, Y[:n]) for i, n in enumerate(sizes)), 6)
-
-
-def labelled() -> Case:
-    model, arguments = classifier(class_weight=CLASS_WEIGHT)
-    return model, {**arguments, "x": Labelled(), "y": None}
 
 
 class Grows(keras.callbacks.Callback):
@@ -92,7 +74,6 @@ CASES.table(
     ),
     validation_steps=lambda: dense(validation_data=(X, Y), validation_steps=2),
     py_dataset=lambda: dense(x=Batches(), y=None, validation_data=Batches()),
-    py_dataset_of_epochs=labelled,
     generator=lambda: generated(endless(), 7),
     generator_of_jax_arrays=lambda: generated(
         (tuple(map(ops.convert_to_tensor, batch)) for batch in endless()), 7

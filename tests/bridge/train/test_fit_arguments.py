@@ -139,7 +139,7 @@ def test_strings_are_found_wherever_they_are(strings: Any) -> None:
         bridge.fit(compiled(), X, strings, verbose=0)
     with pytest.raises(TypeError, match=f"^x{words}"):
         bridge.predict(compiled(), {"text": strings}, verbose=0)
-    with pytest.raises(TypeError, match=f"^validation_data's y{words}"):
+    with pytest.raises(ValueError, match=f"^validation_data: y{words}"):
         bridge.fit(compiled(), X, Y, validation_data=(X, strings), verbose=0)
 
 
@@ -169,9 +169,7 @@ def test_validation_data_that_cannot_be_evaluated_are_found_before_the_first_ste
 @pytest.mark.parametrize(
     "data",
     [
-        (X.astype(np.float64), Y),
-        (X[:5], Y[:5], np.ones(5)),
-        (X, Y.astype(int)),
+        (X[:5].astype(np.float64), Y[:5].astype(int), np.ones(5)),
         (X, Y[:, :1]),  # broadcasts, as in Keras
     ],
 )
@@ -269,7 +267,7 @@ def test_a_rate_can_be_set_if_it_is_a_number_and_no_schedule(callback: Any) -> N
         *[("fit", {"batch_size": size}) for size in (0, 200, np.int32(7))],
         ("fit", {"validation_data": (X, Y), "validation_steps": np.int64(1)}),
         ("fit", {"validation_data": (X, Y), "validation_batch_size": 0}),
-        *[("evaluate", {"steps": n}) for n in (0, np.int64(2))],
+        ("evaluate", {"steps": np.int64(2)}),
         ("predict", {"batch_size": 200, "steps": 0}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

@@ -159,33 +159,6 @@ def test_a_stop_before_the_first_batch_leaves_as_many_steps_as_keras_takes(
     assert int(ours.optimizer.iterations.value) == steps_per_execution
 
 
-def slower(model: keras.Model) -> Callback:
-    """Sets the rate of a model that it refers to by itself, when an epoch begins."""
-    rate = model.optimizer.learning_rate
-
-    def begin(epoch: int, logs: Any) -> None:
-        rate.assign(0.01 / (epoch + 1))
-
-    return LambdaCallback(on_epoch_begin=begin)
-
-
-def halved(model: keras.Model) -> Callback:
-    kernel = model.layers[0].kernel
-    return LambdaCallback(on_epoch_begin=lambda epoch, logs: kernel.assign(0.5 * kernel.value))
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-@pytest.mark.parametrize("callback", [slower, halved])
-def test_edits_at_the_beginning_of_an_epoch_are_those_of_keras(
-    callback: Any, evaluates: bool
-) -> None:
-    ours, theirs = fresh(), fresh()
-    kwargs = {"validation_data": (X[:40], Y[:40])} if evaluates else {}
-    fit(theirs, keras.Model.fit, callbacks=[callback(theirs)], epochs=3, **kwargs)
-    fit(ours, callbacks=[callback(ours)], epochs=3, **kwargs)
-    assert_same(ours, theirs)
-
-
 def test_a_stop_can_be_taken_back_at_the_end_of_the_epoch() -> None:
     class Short(Callback):
         """Ends every epoch after its fourth batch."""

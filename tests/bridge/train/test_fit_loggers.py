@@ -1,7 +1,5 @@
 """Loggers of functrain in bridge.fit: TensorBoard without TensorFlow, and lines of JSON."""
 
-import bridge  # isort: skip  # before keras: it chooses the backend
-
 import json
 import pathlib
 import sys
@@ -132,8 +130,3 @@ def test_what_was_logged_before_an_error_is_on_the_disk(tmp_path) -> None:
     with pytest.raises(RuntimeError, match="interrupted"):
         fit(fresh(), callbacks=[ft.hooks.TensorBoard(tmp_path, every=1), Batches(9)], fuse=3)
     assert [step for step, _ in scalars(tmp_path)["loss"]] == [*range(1, 10)]
-
-
-def test_evaluations_take_no_loggers(tmp_path) -> None:
-    with pytest.raises(TypeError, match="the loggers TensorBoard, JSONLines and WandB, which"):
-        bridge.evaluate(fresh(), X, Y, callbacks=[ft.hooks.TensorBoard(tmp_path)], verbose=0)

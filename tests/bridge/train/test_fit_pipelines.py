@@ -105,13 +105,6 @@ def test_resumed_texts_end_as_those_of_one_fit(tmp_path: Any) -> None:
     assert_equal(whole, resumed)
 
 
-def test_an_error_of_the_preparation_comes_before_the_first_step() -> None:
-    model = task()
-    with pytest.raises(TypeError, match="of type 'int' has no len"):
-        bridge.fit(model, TEXTS, Y, validation_data=([1], Y[:1]), verbose=0)
-    assert model.optimizer.iterations == 0
-
-
 def test_a_fit_that_does_not_end_with_keras_fit_is_refused() -> None:
     class Other(Task):
         def preprocess_samples(self, x: Any, y: Any = None, sample_weight: Any = None) -> Any:

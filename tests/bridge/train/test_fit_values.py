@@ -33,7 +33,6 @@ LOOKS = {
     "sets rate": lambda model, calls: setattr(model.optimizer, "learning_rate", RATES[calls % 3]),
     "sets weights": lambda model, _: model.set_weights([0.5 * x for x in model.get_weights()]),
     "reads": reads,
-    "calls": lambda model, _: np.asarray(model(X[:8])).sum(),
     "predicts": predicts,
     "predicts by bridge": predicts_by_bridge,
     "evaluates": lambda model, _: model.evaluate(X[:8], Y[:8], verbose=0),

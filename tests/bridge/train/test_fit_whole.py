@@ -91,17 +91,6 @@ def test_of_a_program_that_fails_on_the_device_the_error_says_what_is_lost() -> 
     assert any("Load its weights again" in note for note in caught.value.__notes__)
 
 
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_in_the_last_callback_is_not_forgotten() -> None:
-    def end(epoch: int, logs: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    model = fresh()
-    with pytest.raises(KeyboardInterrupt):
-        fit(model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=end)], epochs=1)
-    assert int(model.optimizer.iterations.value) == 13
-
-
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "Adam": keras.optimizers.Adam,
     "EMA": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True),
@@ -149,25 +138,6 @@ def test_a_build_that_is_interrupted_at_any_variable_can_be_repeated(name, monke
         again = bridge.keras_state(model, batch)
         assert jax.tree.structure(again) == jax.tree.structure(expected), n
         jax.tree.map(np.testing.assert_array_equal, again, expected)
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_ctrl_c_while_a_model_is_built_waits_for_the_whole_model(monkeypatch) -> None:
-    def unbuilt() -> keras.Model:
-        keras.utils.set_random_seed(0)
-        model = keras.Sequential([keras.layers.Dense(4)])
-        model.compile("adam", "mse", metrics=["mae"])
-        return model
-
-    variables, batch = AtVariable(monkeypatch), (X[:8], Y[:8])
-    expected = bridge.keras_state(unbuilt(), batch)
-    for n in range(1, 9):  # two weights, two values of a metric, four slots
-        model = unbuilt()
-        variables.then(lambda: signal.raise_signal(signal.SIGINT), n)
-        with pytest.raises(KeyboardInterrupt):
-            bridge.keras_state(model, batch)
-        assert variables.made == 8
-        jax.tree.map(np.testing.assert_array_equal, bridge.keras_state(model, batch), expected)
 
 
 RUNS: dict[str, Callable[[keras.Model], Any]] = {

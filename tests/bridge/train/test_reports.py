@@ -92,17 +92,6 @@ def resized(examples: int) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), SHAPES)
 
 
-def test_the_variables_are_not_copied(model: keras.Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(tree: Any) -> Any:
-        raise AssertionError("copied")
-
-    monkeypatch.setattr("bridge.state._keras_state._tree.copy", refuse)
-    with pytest.raises(AssertionError, match="copied"):
-        bridge.keras_state(model, SHAPES)
-    monkeypatch.setattr("functrain.inspect._fit_program._tree.copy", lambda tree: tree)
-    bridge.memory(model, SHAPES)
-
-
 @pytest.mark.parametrize("x", [["a", "b"], np.array(["a", "b"]), 32, (32, 8)])
 def test_data_that_are_no_numbers_are_refused_with_what_to_pass(x: Any, model: keras.Model) -> None:
     with pytest.raises(TypeError, match=r"batch: expected arrays of numbers, .*\(x, y\)"):

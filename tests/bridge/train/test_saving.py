@@ -185,10 +185,3 @@ def test_the_best_epoch_by_a_value_of_training_is_kept(tmp_path) -> None:
     assert losses[0] == min(losses) < losses[-1]
     assert checkpoints.best() == 9
     assert checkpoints.steps() == [9, 27]
-
-
-def test_a_best_value_that_nobody_reports_is_named_with_arguments_of_bridge_fit(tmp_path) -> None:
-    message = r"expected one of \['accuracy', 'auc', 'loss'\], got 'val_loss'.* validation_data="
-    checkpoints = ft.Checkpointer(tmp_path, monitor="val_loss")
-    with pytest.warns(UserWarning, match=message):
-        fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints)

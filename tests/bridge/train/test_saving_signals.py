@@ -9,12 +9,9 @@ import pytest
 import functrain as ft
 from tests.bridge.fitting import assert_same
 from tests.bridge.train.interrupting import (
-    EPOCHS,
     dense,
     evaluated,
     fit,
-    plain,
-    with_ema,
 )
 
 
@@ -50,21 +47,6 @@ def test_ctrl_c_in_an_evaluation_saves_after_it(method, tmp_path, ctrl_c) -> Non
     assert found.history == history.history
 
 
-def test_ctrl_c_in_an_evaluation_of_swapped_weights_saves_after_it(tmp_path, ctrl_c) -> None:
-    def swapped() -> dict[str, Any]:
-        # It swaps the weights when an evaluation begins, and again when it ends.
-        swap = keras.callbacks.SwapEMAWeights()
-        return {**evaluated(), "epochs": 2, "callbacks": [swap]}
-
-    model, history = fit(with_ema, swapped, keras.Model.fit)
-    checkpoints, callbacks = ft.Checkpointer(tmp_path), [Signalled("on_test_batch_end")]
-    with pytest.raises(KeyboardInterrupt):
-        fit(with_ema, swapped, checkpointer=checkpoints, callbacks=callbacks)
-    again, found = fit(with_ema, swapped, checkpointer=checkpoints)
-    assert_same(again, model)
-    assert found.history == history.history
-
-
 def test_ctrl_c_in_the_evaluation_of_a_stopped_fit_does_not_undo_the_stop(tmp_path, ctrl_c) -> None:
     def stop(batch: int, logs: Any) -> None:
         stopper.model.stop_training = True
@@ -91,20 +73,3 @@ def test_a_fit_with_nothing_left_ends_with_the_logs_of_its_last_epoch(tmp_path) 
         fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints, callbacks=[failing])
     _, history = fit(dense, lambda: {"epochs": 1}, checkpointer=checkpoints, callbacks=[reading])
     assert seen == [{name: values[-1] for name, values in history.history.items()}]
-
-
-def test_sigterm_that_a_handler_takes_saves_once_and_the_fit_goes_on(tmp_path) -> None:
-    class Terminated(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            if not epoch:
-                signal.raise_signal(signal.SIGTERM)
-
-    taken: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: taken.append(number))
-    try:
-        checkpoints = ft.Checkpointer(tmp_path, every=ft.every(steps=1000))
-        fit(dense, plain, checkpointer=checkpoints, callbacks=[Terminated()])
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert taken == [signal.SIGTERM]
-    assert checkpoints.steps() == [9, 9 * EPOCHS]

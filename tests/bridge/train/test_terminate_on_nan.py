@@ -54,22 +54,6 @@ def test_steps_per_execution_end_where_they_do_under_keras() -> None:
     assert_same(ours, theirs)
 
 
-def test_its_error_leaves_the_weights_of_its_batch() -> None:
-    models = []
-
-    def fit(way: Any) -> Any:
-        def watched(model: keras.Model, *args: Any, **kwargs: Any) -> None:
-            models.append(model)
-            with pytest.raises(RuntimeError, match="NaN or Inf loss encountered at batch 2"):
-                way(model, *args, **kwargs)
-
-        return watched
-
-    run(fit(bridge.fit), np.nan, [TerminateOnNaN(raise_error=True)])
-    run(fit(keras.Model.fit), np.nan, [TerminateOnNaN(raise_error=True)])
-    assert_same(*models)
-
-
 def test_an_explicit_k_reports_no_batch_after_it_and_trains_to_the_chunks_end(capsys: Any) -> None:
     batches = Batches()
     model = run(bridge.fit, np.inf, [TerminateOnNaN(), batches], fuse=50)
