@@ -86,15 +86,10 @@ class LoaderBatches(Batches):
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins an epoch at one of its batches."""
-        position = epoch + self.epochs_before, batch
-        # A batch that `first` has made is not made again.
-        is_same = position == (self._epoch, self._next)
-        if is_same and self._rest is not None and self._rest.has_next:
-            return
-        self._epoch, self._next = position
+        self._epoch, self._next = epoch + self.epochs_before, batch
         if not self.data.knows_shapes:
-            batches = enumerate(self.data.epoch(*position), batch)
-            label = f"of epoch {position[0]} of {self.name}"
+            batches = enumerate(self.data.epoch(self._epoch, batch), batch)
+            label = f"of epoch {self._epoch} of {self.name}"
             self._rest = Lookahead(host_batch(x, f"batch {i} {label}") for i, x in batches)
 
     def peek(self) -> PyTree | None:

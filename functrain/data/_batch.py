@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from functrain.common import _tree
 from functrain.common._checks import require
@@ -76,7 +76,7 @@ def example_count(batch: PyTree, axis: int = 0) -> int | None:
     Leaves without the axis, such as a number or a key, do not count. None if there are no others,
     or if their lengths differ: then nothing in the batch tells how many examples it has.
     """
-    lengths = {leaf.shape[axis] for leaf in jax.tree.leaves(batch) if jnp.ndim(leaf) > axis}
+    lengths = {leaf.shape[axis] for leaf in jax.tree.leaves(batch) if np.ndim(leaf) > axis}
     return int(lengths.pop()) if len(lengths) == 1 else None
 
 
@@ -87,7 +87,7 @@ def require_example_count(batch: PyTree) -> int:
       ValueError: The leaves of the batch have different lengths.
     """
     count = example_count(batch)
-    if count is None and any(map(jnp.ndim, jax.tree.leaves(batch))):
+    if count is None and any(map(np.ndim, jax.tree.leaves(batch))):
         raise ValueError(
             "batch: expected arrays that share their first axis, that of the examples, got\n"
             f"{_tree.format_leaves(batch)}\nReturn the number that the loss was divided by, "

@@ -31,7 +31,7 @@ class EpochsOfSteps(Batches):
         steps_before: int = 0,
     ) -> None:
         self._inner, self.data, self.name = batches, batches.data, batches.name
-        self.can_seek, self.is_iterator = batches.can_seek, batches.is_iterator
+        self.can_seek = batches.can_seek
         self.total, self._steps_per_epoch = total, steps
         length = total if steps is None else steps
         assert length is not None, "expected the steps of an epoch or of the training"
@@ -62,7 +62,7 @@ class EpochsOfSteps(Batches):
                 self._begin_pass(*(divmod(total, length) if length else (0, total)))
             except ShortPassError as error:
                 # Now the length is known. An empty pass and an iterator cannot be repeated.
-                if length or self.is_iterator or not error.batches:
+                if length or self._inner.is_iterator or not error.batches:
                     raise
                 self._begin_pass(*divmod(total, error.batches))
 
@@ -79,7 +79,7 @@ class EpochsOfSteps(Batches):
         if batch is not None:
             return batch
         # A pass without a single batch would be followed by another one forever.
-        if self.is_iterator or not self._taken:
+        if self._inner.is_iterator or not self._taken:
             raise ValueError(
                 f"{self.name}: expected {self._remaining} more batches in epoch {self._epoch}, got "
                 f"the end of the data after {self._taken}. An iterator is exhausted after one "
@@ -156,6 +156,3 @@ class EpochsOfSteps(Batches):
         if not changed:
             self._begin_pass(*position)
         return changed
-
-    def require_epochs(self, epochs: int) -> None:
-        """Does nothing: an iterator may last for several of these epochs."""

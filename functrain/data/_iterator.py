@@ -88,15 +88,14 @@ class IteratorBatches(Batches):
         # In any other iterable, reading a batch would use it up.
         if not isinstance(self.data, list | tuple):
             return [] if self._full_shapes is None else [self._full_shapes]
-        ends = (0, len(self.data) - 1)
-        return [host_batch(self.data[i], f"batch {i} of epoch 0 of {self.name}") for i in ends]
+        return [host_batch(self.data[i], self.name) for i in (0, -1)]
 
     def track(self) -> None:
         """Begins to track the position of the iterator."""
         self._position.is_tracked = True
         # A long or endless dataset of grain has a length, but may have no batch at its end.
         with contextlib.suppress(Exception):
-            self._last_summary = summary(host_batch(self.data[len(self.data) - 1], "data"))
+            self._last_summary = summary(host_batch(self.data[len(self.data) - 1], self.name))
 
     def state(self, *, epoch_is_over: bool) -> dict[str, Any] | None:
         """Returns the position of the iterator, and what tells other data apart when it resumes.
@@ -116,14 +115,13 @@ class IteratorBatches(Batches):
 
     def restore(self, state: Any, epoch: int, batch: int) -> list[str]:
         """Continues at a saved position, after comparing the data with those of the saved run."""
-        if state is None or not self._position.is_tracked:
+        if state is None:
             return []
         first, last, saved = state["first"], state["last"], state["position"]
         self._position.run_start = first
-        if last and self._last_summary:
-            changed = differences(last, self._last_summary, "the last batch")
-            if changed:
-                return changed
+        changed = differences(last, self._last_summary, "the last batch")
+        if changed:
+            return changed
         if first["state"] is None:
             changed = self._skip_batches(first["batch"], epoch, batch, saved)
         else:

@@ -93,16 +93,6 @@ def test_others_go_on_from_the_position_after_every_batch(name: str) -> None:
         assert same(taken(second, 2), expected[1])
 
 
-def test_a_run_without_data_counts_its_steps() -> None:
-    def step(state: Any, batch: Any) -> Any:
-        assert batch == ()
-        return state + 1, {"count": state}
-
-    state, history = ft.fit(0, step, NoData(7), epochs=3, fuse=4, verbose=0)
-    assert int(state) == 21
-    assert history.steps["count"].tolist() == list(range(21))
-
-
 @pytest.mark.parametrize("steps", [0, 2.0, None])
 def test_a_number_of_steps_below_one_is_refused(steps: Any) -> None:
     with pytest.raises(ValueError, match="steps: expected an integer of at least 1"):

@@ -97,13 +97,6 @@ def test_large_seeds_have_orders_of_their_own() -> None:
     assert not np.array_equal(*orders)
 
 
-def test_iterating_yields_the_batches_of_epoch_0_each_time() -> None:
-    loader = ArrayLoader(X, 10, shuffle=True)
-    for _ in range(2):
-        np.testing.assert_array_equal(np.concatenate(list(loader)), flat(loader, 0))
-    assert all(type(batch) is np.ndarray for batch in loader)
-
-
 @pytest.mark.parametrize("placement", ["host", "device"])
 def test_a_batch_size_above_the_number_of_examples_is_one_smaller_batch(placement) -> None:
     large, exact = (ArrayLoader(X, n, shuffle=True, placement=placement) for n in (500, 103))

@@ -152,29 +152,25 @@ def test_a_run_with_nothing_left_keeps_the_position_of_its_data(tmp_path: pathli
     assert bits(result) == bits(trained(Resumable()))
 
 
-def test_an_iterator_is_not_used_up_by_a_look_at_it(tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(("of", "epochs", "at"), [(iter, 1, 3), (lambda data: data, 2, 7)])
+def test_other_iterables_are_fetched_again_with_a_word_about_it(
+    of: Any, epochs: int, at: int, tmp_path: pathlib.Path
+) -> None:
     taken = []
 
-    def generator() -> Any:
-        for batch in Opaque():
-            taken.append(batch)
-            yield batch
+    class Counted(Opaque):
+        def __iter__(self) -> Any:
+            for batch in super().__iter__():
+                taken.append(batch)
+                yield batch
 
-    checkpointer = left_at(tmp_path, generator(), 3, epochs=1)
+    checkpointer = left_at(tmp_path, of(Counted()), at, epochs=epochs)
     taken.clear()
-    with pytest.warns(
-        UserWarning, match="generator does not report its position. Its first 2 batch"
-    ):
-        result = trained(generator(), checkpointer, epochs=1)
+    with pytest.warns(UserWarning, match="does not report its position. Its first 2 batches"):
+        result = trained(of(Counted()), checkpointer, epochs=epochs)
+    # A look at the data does not use up an iterator.
     assert len(taken) == len(batches())
-    assert bits(result) == bits(trained(Opaque(), epochs=1))
-
-
-def test_other_iterables_are_fetched_again_with_a_word_about_it(tmp_path: pathlib.Path) -> None:
-    checkpointer = left_at(tmp_path, Opaque(), 7)
-    with pytest.warns(UserWarning, match="Opaque does not report its position. Its first 2"):
-        result = trained(Opaque(), checkpointer)
-    assert bits(result) == bits(trained(Opaque()))
+    assert bits(result) == bits(trained(Opaque(), epochs=epochs))
 
 
 def test_nothing_is_said_of_an_iterable_that_begins_an_epoch(tmp_path: pathlib.Path) -> None:
