@@ -19,8 +19,11 @@ def require_integers_fit(tree: PyTree, name: str) -> None:
       tree: Any pytree; leaves that are not NumPy arrays are ignored.
       name: The name of the argument, for the error.
     """
-    # Without the paths, which take longer than all the rest.
-    if all(map(_fits, jax.tree.leaves(tree))):
+    # Types and leaves without their paths at first: of a state with hundreds of leaves, a loop over
+    # them takes as long as a call of a program.
+    leaves = jax.tree.leaves(tree)
+    is_on_host = any(issubclass(kind, np.ndarray | np.generic) for kind in set(map(type, leaves)))
+    if not is_on_host or all(map(_fits, leaves)):
         return
     for path, x in jax.tree_util.tree_leaves_with_path(tree):
         location = jax.tree_util.keystr(path, simple=True, separator="/")

@@ -96,7 +96,8 @@ class Fused(Generic[StateT]):
         self.step = step
         self.k = k
         self._unroll, self._donate, self._rewrites = unroll, donate, rewrites
-        self._options: dict[str | None, LoopOptions] = {}  # by platform, where it has one device
+        # By platform, where there is one device, and whether all K steps are taken.
+        self._options: dict[tuple[str | None, bool], LoopOptions] = {}
 
     def __repr__(self) -> str:
         """Shows the step's name and K."""
@@ -153,12 +154,12 @@ class Fused(Generic[StateT]):
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {steps!r}")
         # A tracer or a shape may stand for any number.
         is_full = is_number and steps == self.k
-        options = self._options.get(platform)
+        options = self._options.get((platform, is_full))
         if options is None:
             options = loop_options(state, rewrites=self._rewrites, donate=self._donate)
+            options = options.with_steps(self.k, is_full=is_full, unroll=self._unroll)
             if platform is not None:
-                self._options[platform] = options
-        options = options.with_steps(self.k, is_full=is_full, unroll=self._unroll)
+                self._options[platform, is_full] = options
         return program(self.step, TRAINING, options)
 
 

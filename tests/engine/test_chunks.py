@@ -225,21 +225,6 @@ def test_a_batch_unlike_the_first_is_refused_with_its_place(odd, message) -> Non
         sizes(feed)
 
 
-def test_a_batch_unlike_the_first_epochs_is_refused() -> None:
-    class Drifting:
-        def __init__(self):
-            self.epoch = 0
-
-        def __iter__(self):
-            self.epoch += 1
-            return iter([np.zeros(4, np.float32 if self.epoch == 1 else np.float64)] * 3)
-
-    feed = Feed(Drifting(), 2)
-    sizes(feed)
-    with pytest.raises(ValueError, match=r"step 0 of epoch 1"):
-        sizes(feed, 1)
-
-
 def test_what_came_before_an_error_of_the_source_is_handed_out_first() -> None:
     def failing():
         yield from batches(4, 4, 4)

@@ -98,16 +98,3 @@ def test_results_do_not_depend_on_k(mesh: Any) -> None:
     for i in range(3):
         state, _ = ft.fuse(step, 1)(state, jax.tree.map(lambda x, i=i: x[i : i + 1], chunk))
     assert digest(state) == digest(together)
-
-
-def test_what_a_step_may_not_do_there_jax_says(mesh: Any) -> None:
-    def step(state: Any, batch: Any) -> tuple[Any, Any]:
-        x = batch[0].reshape(8, -1)
-        return state, {"contracted": x.T @ x}  # over the sharded axis: to where?
-
-    state, chunk = setup(mesh, 2)
-    with pytest.raises(Exception, match="Contracting dimensions are sharded") as plain:
-        jax.jit(step)(state, jax.tree.map(lambda x: x[0], chunk))
-    with pytest.raises(plain.type) as fused:
-        ft.fuse(step, 2)(state, chunk)
-    assert str(fused.value) == str(plain.value)

@@ -176,24 +176,6 @@ def test_logs_of_plain_numbers_and_any_dtype_are_stacked() -> None:
     }
 
 
-def test_a_method_is_a_step_that_compiles_once() -> None:
-    class Trainer:
-        traces = 0
-
-        def step(self, state, batch):
-            self.traces += 1
-            return state + batch, {}
-
-    trainer = Trainer()
-    for _ in range(3):
-        ft.fuse(trainer.step, 2)(jnp.zeros(()), jnp.ones(2))
-    assert trainer.traces == 1
-    alive = weakref.ref(trainer)
-    del trainer
-    gc.collect()
-    assert alive() is None
-
-
 def test_a_consumed_state_is_refused_by_leaf() -> None:
     fused = ft.fuse(lambda s, batch: ({"w": s["w"] + batch}, {}), 2)
     state = {"w": jnp.zeros(8)}

@@ -21,7 +21,7 @@ X = RNG.standard_normal((EXAMPLES, 3), np.float32)
 W = {m: RNG.standard_normal((m, 3), np.float32) for m in (2, 3)}
 if_affected = pytest.mark.skipif(not _compile.IS_AFFECTED, reason="this jaxlib is right")
 
-# What makes the product, what follows, and what it is summed up by: 2 x 5 x 8 x 3 programs.
+# What makes the product, what follows, and what it is summed up by: 2 x 5 x 5 x 3 programs.
 PRODUCTS = {
     "w @ x.T": lambda w, x: w @ x.T,
     "w @ x": lambda w, x: w @ x,
@@ -33,18 +33,14 @@ FOLLOWING = {
     "nothing": lambda np, h: h,
     "square": lambda np, h: h**2,
     "relu": lambda np, h: np.maximum(h, 0),
-    "abs": lambda np, h: np.abs(h),
     "scaled": lambda np, h: 1.5 * h,
-    "shifted": lambda np, h: h - 0.5,
     "tanh": lambda np, h: np.tanh(h),
-    "cubic": lambda np, h: h * h * h,
 }
 SUMS = {
     "sum": lambda np, h: np.sum(h, axis=0),
     "mean": lambda np, h: np.mean(h, axis=0),
     "max": lambda np, h: np.max(h, axis=0),
 }
-PROGRAMS = list(itertools.product(W, PRODUCTS, FOLLOWING, SUMS))
 MOST_LIKELY = [(2, "w @ x.T", "nothing", "sum"), (3, "vmap(w @ row)", "square", "sum")]
 MOST_LIKELY += [(3, "einsum", "nothing", "max"), (2, "w @ x.T", "relu", "mean")]
 
@@ -76,14 +72,6 @@ def test_all_two_layer_programs_are_right(m, product):
         if (count := wrong_rows(m, product, following, total))
     }
     assert not wrong
-
-
-def test_sums_of_products_in_float64_are_right():
-    with jax.enable_x64(True):
-        x, w = RNG.standard_normal((20_000, 3)), RNG.standard_normal((2, 3))
-        fused = ft.fuse(lambda state, x: (state, (w @ x.T).sum(0)), 1)
-        _, got = fused(jnp.zeros(()), x[None])
-        np.testing.assert_allclose(got[0], (w @ x.T).sum(0), rtol=1e-10, atol=1e-10)
 
 
 def test_a_sum_of_a_product_over_many_rows_does_not_crash():

@@ -77,6 +77,10 @@ def test_what_did_not_change_is_compiled_once(get) -> None:
     fit(get(trainer))
     fit(get(trainer))
     assert trainer.traces == traces
+    alive = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert alive() is None
 
 
 def test_an_attribute_is_not_kept_alive() -> None:

@@ -72,10 +72,10 @@ def population() -> ft.population.PopulationState:
     return ft.population.create(make_state, KEY, hyperparameters=rates)
 
 
-def alone(i: int) -> ft.TrainState:
+def alone(i: int, make_state: Any = make_state, rates: Any = RATES) -> ft.TrainState:
     """Member i, made without a population."""
     state = make_state(jax.random.fold_in(KEY, i))
-    rate = {**state.opt_state.hyperparams, "learning_rate": jnp.asarray(RATES[i])}
+    rate = {**state.opt_state.hyperparams, "learning_rate": jnp.asarray(rates[i])}
     return state.replace(opt_state=state.opt_state._replace(hyperparams=rate))
 
 

@@ -100,53 +100,6 @@ def test_members_of_any_kind_of_model_train_as_they_would_alone(kind) -> None:
         assert np.isclose(net.evaluate(X, Y, verbose=0), values.min(), rtol=1e-5)
 
 
-def dense(params, x):
-    return jnp.tanh(x @ params["in"]) @ params["out"]
-
-
-def player(key, inputs, outputs, rate):
-    a, b = jax.random.split(key)
-    params = {"in": jax.random.normal(a, (inputs, 6)), "out": jax.random.normal(b, (6, outputs))}
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=rate)
-    return ft.TrainState.create(params=params, tx=tx, rng=key)
-
-
-def gan_step(states, batch):
-    real = batch[0]
-    tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.0)
-
-    def judged(params, model_state, x, is_real, *, rng, training):
-        return optax.sigmoid_binary_cross_entropy(dense(params, x), is_real).mean(), ft.Aux(())
-
-    def deceive(params, model_state, *, rng, training):
-        made = dense(params, jax.random.normal(rng, (len(real), 3)))
-        return judged(states["d"].params, (), made, 1.0, rng=None, training=True)[0], ft.Aux(
-            (), made
-        )
-
-    g, g_loss, aux = ft.update(states["g"], deceive, tx)
-    both = jnp.concatenate([aux.outputs, real])
-    labels = jnp.repeat(jnp.array([[0.0], [1.0]]), len(real), 0)
-    d, d_loss, _ = ft.update(states["d"], judged, tx, both, labels)
-    return {"g": g, "d": d}, {"loss": d_loss, "g": {"loss": g_loss}}
-
-
-def test_a_population_of_gans_has_rates_for_each_of_the_two() -> None:
-    def make(key):
-        g, d = jax.random.split(key)
-        return {"g": player(g, 3, 8, 0.1), "d": player(d, 8, 1, 0.1)}
-
-    rates = {"g/opt_state/hyperparams/learning_rate": [0.1, 0.01, 0.0]}
-    begin = P.create(make, KEY, hyperparameters=rates)
-    state, history = ft.fit(begin, P.step(gan_step), loader(), epochs=2, verbose=0)
-    assert history.steps["loss"].shape == history.steps["g/loss"].shape == (12, 3)
-    for i in range(3):
-        alone, of_one = ft.fit(begin[i], gan_step, loader(), epochs=2, verbose=0)
-        assert_close(state[i], alone, rtol=1e-3, atol=1e-5)
-        np.testing.assert_allclose(history.steps["g/loss"][:, i], of_one.steps["g/loss"], rtol=1e-4)
-    np.testing.assert_array_equal(state[2]["g"].params["in"], begin[2]["g"].params["in"])
-
-
 @pytest.mark.parametrize("kind", ["keras", "nnx"])
 def test_folds_of_a_cross_validation_are_scored_on_their_own_rows(kind) -> None:
     loss, make, _ = parts(kind, "weighted_mean")

@@ -4,18 +4,18 @@ import csv
 import io
 import json
 
-import jax
 import numpy as np
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import functrain as ft
 from functrain.trainer._progress import ProgressReport
 from functrain.trainer._recorder import Recorder
 
-from .setting import EVAL, METERED, bits, loader, of_all, population
+from .setting import EVAL, METERED, loader, of_all, population
 
-EPOCHS, STEPS = 2, 6
+EPOCHS = 2
 
 
 def fitted(hooks=(), **how):
@@ -65,30 +65,20 @@ def test_an_epoch_without_a_value_is_nan_for_all_members() -> None:
     np.testing.assert_array_equal(found["worst"][1], found["loss"][1].max())
 
 
-def test_csv_has_a_column_a_member(tmp_path, history) -> None:
-    fitted([ft.hooks.CSVLogger(tmp_path / "log.csv")])
+def test_loggers_have_a_column_or_a_name_a_member(tmp_path, history) -> None:
+    json_lines = ft.hooks.JSONLines(tmp_path / "log.jsonl", every=1)
+    board = ft.hooks.TensorBoard(tmp_path / "board", every=1)
+    fitted([ft.hooks.CSVLogger(tmp_path / "log.csv"), json_lines, board])
     with open(tmp_path / "log.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     for name in ("loss", "val_accuracy"):
         written = [[float(row[f"{name}/{i}"]) for i in range(3)] for row in rows]
         np.testing.assert_array_equal(written, history.epochs[name])
-
-
-def test_json_lines_have_a_name_a_member(tmp_path, history) -> None:
-    fitted([ft.hooks.JSONLines(tmp_path / "log.jsonl", every=1)])
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss/0" in line]
-    written = [[line[f"loss/{i}"] for i in range(3)] for line in steps]
+    written = [[line[f"loss/{i}"] for i in range(3)] for line in lines if "loss/0" in line]
     np.testing.assert_array_equal(written, history.steps["loss"])
     assert sum("epoch/val_loss/2" in line for line in lines) == EPOCHS
-
-
-def test_tensorboard_has_a_tag_a_member(tmp_path, history) -> None:
-    event_accumulator = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator"
-    )
-    fitted([ft.hooks.TensorBoard(tmp_path, every=1)])
-    found = event_accumulator.EventAccumulator(str(tmp_path)).Reload()
+    found = EventAccumulator(str(tmp_path / "board")).Reload()
     for i in range(3):
         values = [event.value for event in found.Scalars(f"loss/{i}")]
         np.testing.assert_array_equal(values, history.steps["loss"][:, i])
@@ -103,25 +93,6 @@ def test_a_line_has_median_and_range(history) -> None:
     with ProgressReport(1, 3, "lines", console=Console(file=out, width=200)) as progress:
         progress(event, recorder)
     assert "loss 0.5 (0.25 to 1)  seconds 2" in out.getvalue()
-
-
-def test_a_bar_shows_a_population() -> None:
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100)
-    recorder = Recorder(is_population=True)
-    event = ft.events.ChunkEnd(
-        position=ft.Position(3),
-        state=(),
-        steps=3,
-        examples=8,
-        rows={},
-        _metrics=lambda: {"accuracy": jax.numpy.array([0.5, 1.0])},
-    )
-    with ProgressReport(1, 6, "bar", console=console) as progress:
-        for _ in range(2):
-            progress._refresh_time = 0.0  # as if some time had passed
-            progress(event, recorder)
-    assert "0.75 (0.5 to 1)" in out.getvalue()
 
 
 def test_a_picture_has_a_line_a_member_a_band_and_their_median(history) -> None:
@@ -155,28 +126,3 @@ def test_hooks_see_the_values_of_members() -> None:
 
     history = fitted([look]).history
     np.testing.assert_array_equal(seen, history.steps["loss"][2::3])
-    losses = []
-    for event in ft.run(population(), of_all(METERED), loader()):
-        if isinstance(event, ft.events.ChunkEnd):
-            losses.extend(event.host_logs()["loss"])
-    np.testing.assert_array_equal(losses, history.steps["loss"][:6])
-
-
-def test_a_killed_population_goes_on_with_its_history(tmp_path, history) -> None:
-    straight = fitted(fuse=2)
-
-    def kill(event):
-        if event.step == 8:
-            raise KeyboardInterrupt
-
-    def checkpointer():
-        return ft.Checkpointer(tmp_path / "run", every=ft.every(steps=4))
-
-    with pytest.raises(KeyboardInterrupt):
-        fitted([kill], checkpointer=checkpointer(), fuse=2)
-    resumed = fitted(checkpointer=checkpointer(), fuse=2)
-    assert bits(resumed.state) == bits(straight.state)
-    for kind in ("steps", "epochs"):
-        for name, values in getattr(straight.history, kind).items():
-            if name != "seconds":
-                np.testing.assert_array_equal(getattr(resumed.history, kind)[name], values)

@@ -135,6 +135,10 @@ def test_a_run_on_loaders_of_members_goes_on_to_the_bit(tmp_path) -> None:
         ft.fit(population(), step, data, epochs=2, checkpointer=saved, hooks=hooks, verbose=0)
     resumed = ft.fit(population(), step, data, epochs=2, checkpointer=saved, verbose=0)
     assert bits(resumed.state) == bits(straight.state)
+    for kind in ("steps", "epochs"):
+        for name, values in getattr(straight.history, kind).items():
+            if name != "seconds":
+                np.testing.assert_array_equal(getattr(resumed.history, kind)[name], values)
     other = ft.population.Loader([loader(seed=i + 1) for i in range(MEMBERS)])
     with pytest.raises(ValueError, match="seed"):
         ft.fit(population(), step, other, epochs=3, checkpointer=saved, verbose=0)

@@ -12,6 +12,7 @@ import pytest
 
 import functrain as ft
 
+from . import setting
 from .setting import CROSS_ENTROPY, KEY, METRICS, MODEL, X, Y, assert_close, bits, loader
 from .test_on_chip import SHARED as CHUNK
 from .test_on_chip import K
@@ -42,11 +43,7 @@ def population(**how: Any) -> P.PopulationState:
     return P.create(make_state, KEY, **how)
 
 
-def alone(i: int) -> ft.TrainState:
-    """Member i, made without a population."""
-    state = make_state(jax.random.fold_in(KEY, i))
-    rate = {**state.opt_state.hyperparams, "learning_rate": jnp.asarray(RATES[i])}
-    return state.replace(opt_state=state.opt_state._replace(hyperparams=rate))
+alone = functools.partial(setting.alone, make_state=make_state, rates=RATES)
 
 
 @functools.cache
@@ -86,28 +83,6 @@ def test_each_of_eight_adapters_ends_as_it_would_alone(block, step) -> None:
         np.testing.assert_allclose(losses[i], expected, rtol=1e-4)
     assert bits(end.shared) == bits(population().shared)
     assert np.ptp(losses) > 0.01
-
-
-def test_each_member_has_its_own_task() -> None:
-    labels = [(Y + i) % 2 for i in range(MEMBERS)]
-    loaders = [ft.ArrayLoader((X, y), 16) for y in labels]
-    step = of_all(data="per_member")
-    end, _ = ft.fit(population(), step, P.Loader(loaders), epochs=2, verbose=0)
-    single = ft.fit(alone(3), STEP, loaders[3], epochs=2, verbose=0).state
-    assert_close(end[3], single)
-
-
-def test_fused_steps_and_a_resumed_run_have_the_same_bits(tmp_path) -> None:
-    ends = [
-        ft.fit(population(), of_all(), loader(), epochs=2, fuse=k, verbose=0).state for k in (1, 4)
-    ]
-    assert bits(ends[0]) == bits(ends[1])
-    for epochs in (1, 2):
-        with ft.Checkpointer(tmp_path / "run", keep=1) as checkpoints:
-            end = ft.fit(
-                population(), of_all(), loader(), epochs=epochs, checkpointer=checkpoints, verbose=0
-            ).state
-    assert bits(end) == bits(ends[0])
 
 
 def test_a_file_has_the_base_once(tmp_path) -> None:
@@ -203,14 +178,6 @@ def test_members_are_selected_resampled_stopped_and_predict() -> None:
     theirs = MODEL.apply(merged.params, merged.model_state, X).outputs
     np.testing.assert_allclose(each[:, 5], theirs, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(each[:, 0], MODEL.apply(*BASE, X).outputs, rtol=1e-4, atol=1e-5)
-
-
-def test_a_diverging_member_stops_alone() -> None:
-    rates = {"learning_rate": np.where(np.arange(MEMBERS) == 2, np.inf, RATES)}
-    step = of_all(stop_non_finite=True)
-    end = ft.fit(population(hyperparameters=rates), step, loader(), verbose=0).state
-    assert np.flatnonzero(~np.asarray(end.active)).tolist() == [2]
-    assert bits(end[2].params) == bits(alone(2).params)
 
 
 def test_leaves_that_cannot_be_shared_are_refused() -> None:
