@@ -116,13 +116,13 @@ PAGES = {  # by file name, in the order of the sidebar
 MODULES = sorted({page.module for page in PAGES.values()})
 DOTTED = re.compile(r"(?:\b\w+\.)+(\w+)")
 HOOK_METHODS = "begin close comes_after end logs restore state write"  # see the docstring of `Hook`
-LOADER_METHODS = "begin chunk dropped fingerprint peek shapes take"
+LOADER_METHODS = "chunk dropped fingerprint shapes"
 # Public classes have methods that only functrain calls. They are left out of the pages.
 HIDDEN_MEMBERS = {
     **{f"functrain.hooks.{name}": HOOK_METHODS for name in functrain.hooks.__all__},
     "functrain.population.EarlyStopping": HOOK_METHODS,
     "functrain.ArrayLoader": LOADER_METHODS,
-    "functrain.NoData": LOADER_METHODS,
+    "functrain.NoData": f"{LOADER_METHODS} batch",
     "functrain.population.Loader": LOADER_METHODS,
     "functrain.History": "history",
     "functrain.MeteredStep": "values wrap_state",

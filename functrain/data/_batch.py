@@ -41,14 +41,12 @@ def select(batch: PyTree, part: Part, argument: str) -> PyTree:
 
 def unpack(batch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Returns inputs, labels, and sample weights or None."""
-    if not isinstance(batch, tuple | list) or len(batch) not in (2, 3):
-        is_container = isinstance(batch, tuple | list | dict)
-        got = f"{type(batch).__name__} of {len(batch)}" if is_container else _tree.spec(batch)
-        raise ValueError(
-            f"batch: expected (x, y) or (x, y, sample_weight), got {got}. Pass "
-            "ArrayLoader((x, y), batch_size), several inputs as one pytree; or name the parts of a "
-            "dict: supervised(model, loss, inputs='image', labels='label')."
-        )
+    is_tuple = isinstance(batch, tuple | list) and len(batch) in (2, 3)
+    advice = (
+        "Pass ArrayLoader((x, y), batch_size), several inputs as one pytree; or name the parts of "
+        "a dict: supervised(model, loss, inputs='image', labels='label')."
+    )
+    require(is_tuple, "batch", "(x, y) or (x, y, sample_weight)", batch, advice)
     return batch[0], batch[1], batch[2] if len(batch) == 3 else None
 
 
