@@ -133,8 +133,8 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
             for name, dataset in datasets.items():
                 if dataset.external or dataset.is_virtual:
                     raise CheckpointMismatchError(
-                        f"{path}: expected arrays within the file, got {name}, whose values are in "
-                        "another file. Such files are not read. Copy the values into one file."
+                        f"{path}: expected arrays within the file, got {name}, which is in another "
+                        "file. Copy it into this one."
                     )
                 specs[name] = _tree.format_spec(_hdf5_dtype(dataset), dataset.shape or ())
         yield ArrayFile(specs, read, layer_names)

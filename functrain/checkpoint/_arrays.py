@@ -141,7 +141,7 @@ class StoredArrays(contextlib.ExitStack):
     ) -> None:
         super().__init__()
         self.directory, self.manifest, self._check = directory, manifest, check
-        self._files: dict[int, Any] = {}
+        self._storage, self._files = files_at(directory), dict[int, Any]()
         # Devices ask for one part after the other, often out of the same shard.
         self._last_shard: tuple[Any, np.ndarray] = (None, np.zeros(0))
 
@@ -187,7 +187,8 @@ class StoredArrays(contextlib.ExitStack):
         file.seek(offset)
         for begin in range(0, count, _CHUNK_BYTES):
             self._check()
-            chunk = file.read(min(_CHUNK_BYTES, count - begin))
+            with self._storage.errors(self.directory):
+                chunk = file.read(min(_CHUNK_BYTES, count - begin))
             crc32 = zlib.crc32(chunk, crc32)
             data[begin : begin + _CHUNK_BYTES] = np.frombuffer(chunk, np.uint8)
         # A CRC detects accidents, not attackers.
@@ -198,9 +199,10 @@ class StoredArrays(contextlib.ExitStack):
     def _open(self, process: int) -> Any:
         if process not in self._files:
             name = arrays_name(process, self.manifest["save_id"])
+            path = os.path.join(self.directory, name)
             try:
-                file = files_at(self.directory).open(os.path.join(self.directory, name))
+                with self._storage.errors(path):
+                    self._files[process] = self.enter_context(self._storage.open(path))
             except FileNotFoundError:
                 raise ValueError("its file is missing") from None
-            self._files[process] = self.enter_context(file)
         return self._files[process]

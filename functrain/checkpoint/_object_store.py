@@ -53,25 +53,6 @@ def _store_errors(path: str) -> Iterator[None]:
         ) from error
 
 
-class _Reader(contextlib.AbstractContextManager["_Reader"]):
-    """An object that is open for reading."""
-
-    def __init__(self, path: str, file: Any) -> None:
-        self._path, self._file = path, file
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def read(self, size: int = -1) -> bytes:
-        """Returns the next bytes."""
-        with _store_errors(self._path):
-            return bytes(self._file.read(size))
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Moves the position of the next read, and returns it."""
-        return int(self._file.seek(offset, whence))
-
-
 class ObjectStore:
     """The operations of `Disk`, in an object store. Paths are URLs."""
 
@@ -93,11 +74,13 @@ class ObjectStore:
         """Returns True if a directory has all of these objects."""
         return self.names(directory).issuperset(names)
 
-    def open(self, path: str) -> _Reader:
-        """Opens an object for reading. Requests are for ranges of it."""
-        with _store_errors(path):
-            file = self._store.open(path, "rb", block_size=_READ_BYTES, cache_type="readahead")
-        return _Reader(path, file)
+    def open(self, path: str) -> Any:
+        """Opens an object for reading, within `errors`. Requests are for ranges of it."""
+        return self._store.open(path, "rb", block_size=_READ_BYTES, cache_type="readahead")
+
+    def errors(self, path: str) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager for reading from open objects."""
+        return _store_errors(path)
 
     def read(self, path: str) -> bytes:
         """Returns the bytes of an object."""

@@ -131,15 +131,6 @@ def test_frozen_params_are_filled_as_the_others_are(tmp_path, saved_patterns, pa
     assert whole(rest) == whole(ft.warm_start(create(), tmp_path / "old", skip="**/head/*").state)
 
 
-def test_a_file_of_params_fills_the_frozen_ones(tmp_path) -> None:
-    ft.export.params(tmp_path / "params.safetensors", create(8.0).params)
-    state = create_frozen(0.0, "encoder/**")
-    warm = ft.warm_start(state, tmp_path / "params.safetensors", rename="params/{}".format)
-    assert warm.loaded["model_state/frozen/encoder/layer_1/kernel"] == "encoder/layer_1/kernel"
-    assert warm.missing == ("model_state/model/mean",)
-    assert digest(ft.merge_frozen(warm.state).params) == digest(create(8.0).params)
-
-
 def test_patterns_take_whatever_they_name(old) -> None:
     warm = ft.warm_start(create(), old, take=["params/encoder/*/kernel", "step"])
     assert list(warm.loaded) == [
@@ -168,14 +159,6 @@ def test_a_head_of_another_width_is_an_error_until_it_is_skipped(old) -> None:
     assert warm.state.params["encoder"]["layer_0"]["kernel"][0, 0] == 8
     assert "params/head/kernel" in warm.unchanged
     assert "params/head/kernel" in warm.unused
-
-
-def test_a_part_of_a_file_goes_where_rename_says(old) -> None:
-    params = {"teacher": create().params, "scale": jnp.ones(())}
-    warm = ft.warm_start(params, old, rename=lambda p: p.replace("params/", "teacher/"))
-    assert digest(warm.state["teacher"]) == digest(create(8.0).params)
-    assert warm.missing == ("scale",)
-    assert warm.loaded["teacher/head/bias"] == "params/head/bias"
 
 
 def test_dtypes_are_converted_only_when_asked(old) -> None:
