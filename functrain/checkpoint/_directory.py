@@ -141,10 +141,8 @@ def remove_surplus(
             try:
                 remove(directory, step)
             except (OSError, ObjectStoreError) as error:
-                warn(
-                    f"{path_of(directory, step)}: expected to remove this old checkpoint, got "
-                    f"{error}. It is kept, and the next save tries again."
-                )
+                path = path_of(directory, step)
+                warn(f"{path}: expected to remove it, got {error}. The next save tries again.")
 
 
 def _later_steps(directory: str, step: int) -> list[int]:

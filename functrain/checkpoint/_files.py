@@ -119,8 +119,8 @@ class Disk:
 
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[IO[bytes]]:
-        """Context manager: a new file, whose bytes are on disk at the end."""
-        with open(path, "xb") as file:
+        """Context manager: a file to write, whose bytes are on disk at the end."""
+        with open(path, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -128,8 +128,6 @@ class Disk:
     def replace(self, path: str, content: bytes) -> None:
         """Writes a file in one operation."""
         directory, new_path = os.path.dirname(path), f"{path}.new"
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(new_path)  # of a save that was killed
         with self.create(new_path) as file:
             file.write(content)
         os.replace(new_path, path)
