@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from functrain.common import _repr, _tree
+from functrain.common import _tree
 from functrain.common._checks import (
     is_integer,
     is_number,
@@ -59,10 +59,6 @@ class RunArguments:
     sharding: NamedSharding | None = None
     jit: bool = True
     donate: bool = False
-
-    def with_boundary(self, trigger: Trigger) -> "RunArguments":
-        """Returns the arguments with another trigger at whose steps a chunk ends."""
-        return dataclasses.replace(self, boundaries=(*self.boundaries, trigger))
 
 
 def run_arguments(
@@ -116,7 +112,10 @@ def run_arguments(
 def pass_arguments(data: Any, *, sharding: _placement.ShardingArg, **options: Any) -> RunArguments:
     """Checks and converts the arguments of `evaluate` and `predict`: one pass over all examples."""
     batches, batch_sharding = as_batches(data), _placement.batch_sharding(sharding)
-    require_all_examples(batches)
+    dropped = getattr(batches.data, "dropped", 0)
+    expected = f"all of the data, not a loader that drops {dropped:,} examples"
+    advice = "Make one with drop_remainder=False: batches may differ in size."
+    require(not dropped, batches.name, expected, batches.data, advice)
     arguments = RunArguments(
         batches=batches, epochs=1, position=Position(), sharding=batch_sharding, **options
     )
@@ -206,23 +205,6 @@ def require_training_step(step: Any) -> None:
             f"step: expected (state, batch) -> (state, logs), got {step!r}. Pass the step itself "
             f"and fuse={step.k}."
         )
-
-
-def require_eval_step(step: Any) -> None:
-    """Raises TypeError unless a step has metrics and does not train."""
-    if not isinstance(step, MeteredStep) or step.trains:
-        got = "a step that trains" if isinstance(step, MeteredStep) else _repr.brief(step)
-        raise TypeError(
-            f"eval_step: expected a step from functrain.eval_step(loss_fn, metrics=...), got {got}."
-        )
-
-
-def require_all_examples(batches: Batches) -> None:
-    """Raises ValueError if a loader drops examples that should be measured or predicted."""
-    dropped = getattr(batches.data, "dropped", 0)
-    expected = f"all of the data, not a loader that drops {dropped:,} examples"
-    advice = "Make one with drop_remainder=False: batches may differ in size."
-    require(not dropped, batches.name, expected, batches.data, advice)
 
 
 def require_batches(count: int, place: str = "", *, name: str = "data") -> None:

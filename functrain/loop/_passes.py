@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from functrain.common import _tree
+from functrain.common import _repr, _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._gather import fetch_global
 from functrain.common._log_values import to_values
@@ -33,7 +33,6 @@ from functrain.loop._arguments import (
     pass_arguments,
     require_batches,
     require_constant,
-    require_eval_step,
 )
 from functrain.loop._events import fetch_rows
 from functrain.metrics._metric import Metered
@@ -109,7 +108,11 @@ class Evaluation:
     """The arguments of an evaluation except for the state, checked once; those of `evaluate`."""
 
     def __init__(self, step: MeteredStep, data: Any, **options: Any) -> None:
-        require_eval_step(step)
+        if not isinstance(step, MeteredStep) or step.trains:
+            got = "a step that trains" if isinstance(step, MeteredStep) else _repr.brief(step)
+            raise TypeError(
+                f"eval_step: expected a step from functrain.eval_step(loss_fn, ...), got {got}."
+            )
         # Raises an error for metrics whose values are no scalars.
         metric_names(step)
         self.step, self.arguments = step, pass_arguments(data, **options)

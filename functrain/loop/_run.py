@@ -234,7 +234,8 @@ def begin_run(
     with contextlib.ExitStack() as undo:
         if saving is not None:
             undo.callback(saving.close, signals)
-            arguments = arguments.with_boundary(saving.trigger)
+            boundaries = (*arguments.boundaries, saving.trigger)
+            arguments = dataclasses.replace(arguments, boundaries=boundaries)
             # Some data cannot seek, and must note their position from the first batch on.
             arguments.batches.track()
             # The caller's arrays show where to put those of the checkpoint. A copy would be a

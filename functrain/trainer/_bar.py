@@ -1,27 +1,21 @@
 """A progress bar in a terminal or in a cell of a notebook."""
 
 import html
-import textwrap
-from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions
-from rich.measure import Measurement
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeRemainingColumn,
 )
 from rich.table import Column
-from rich.text import Text
 
 
 class Bar:
-    """A progress bar with values beside it; long lines break between two values.
+    """A progress bar with values beside it.
 
     Args:
       console: The console to show it in. In a notebook, the bar is displayed in a cell instead.
@@ -40,11 +34,11 @@ class Bar:
             TextColumn("{task.description}", markup=False, table_column=no_wrap),
             BarColumn(bar_width=12, table_column=no_wrap),
             *self._counts,
-            _ValuesColumn(),
+            TextColumn("{task.fields[values]}", markup=False, table_column=Column()),
             console=console,
             refresh_per_second=5,
         )
-        self._task = self._progress.add_task(title, total=total, completed=completed, values=())
+        self._task = self._progress.add_task(title, total=total, completed=completed, values="")
         self._notebook_display: Any = None
         if console.is_jupyter:
             # rich's own display in notebooks needs ipywidgets and omits the last refresh. Its
@@ -59,7 +53,7 @@ class Bar:
         """Updates fields of the bar.
 
         Args:
-          **fields: `completed` and `total`, in steps, and `values`, texts such as ``loss 0.5``.
+          **fields: `completed` and `total`, in steps, and `values`, such as ``loss 0.5  mae 0.1``.
         """
         self._progress.update(self._task, **fields)
         if self._notebook_display is not None:
@@ -74,7 +68,7 @@ class Bar:
         """Returns the texts of the line, without the bar."""
         (task,) = self._progress.tasks
         counts = [column.render(task).plain for column in self._counts]
-        return [task.description, *counts, *task.fields["values"]]
+        return [task.description, *counts, *task.fields["values"].split("  ")]
 
     def __repr__(self) -> str:
         return "  ".join(self._texts())
@@ -89,29 +83,3 @@ class Bar:
         spans = map('<span style="white-space:nowrap">{}</span>'.format, (bar, *texts))
         style = "display:flex;flex-wrap:wrap;align-items:center;gap:0 1.2em;font-family:monospace"
         return f'<div style="{style}">{"".join(spans)}</div>'
-
-
-class _ValuesColumn(ProgressColumn):
-    """The column of the values."""
-
-    def render(self, task: Task) -> "_WrappedTexts":
-        """Returns the values of a task."""
-        return _WrappedTexts(task.fields["values"])
-
-
-class _WrappedTexts:
-    """Texts in one or more lines, broken between texts: rich would break at any space."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = texts
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        longest = max(map(len, self._texts), default=0)
-        return Measurement(longest, len("  ".join(self._texts))).with_maximum(options.max_width)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        # textwrap does not break lines at a no-break space.
-        text = "  ".join(text.replace(" ", "\N{NO-BREAK SPACE}") for text in self._texts)
-        width = max(1, options.max_width)
-        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-        yield Text("\n".join(lines).replace("\N{NO-BREAK SPACE}", " "), overflow="fold")

@@ -82,8 +82,8 @@ class History:
         """Draws the learning curves, one panel for each quantity; needs matplotlib.
 
         Thin lines are values of steps, bold lines those of epochs, dashed lines evaluations, dotted
-        lines `within_epochs`. For a population, thin lines are members, the bold line is their
-        median, and the band contains half of them; a stopped member counts with its last value.
+        lines `within_epochs`. For a population, thin lines are members, and the others are the
+        medians of those that have not stopped.
 
         Args:
           path: A file to save the picture to as well, such as ``curves.png``.

@@ -64,27 +64,15 @@ def _curves(panel: Any, history: "History", name: str) -> None:
     panel.set_xlabel("step" if last else "epoch")
     panel.grid(alpha=0.25)
     per_step = history.steps.get(name)
-    is_rate = name.split("/")[-1] == "learning_rate" and per_step is not None
     if per_step is not None:
         steps = np.arange(first + 1, first + len(per_step) + 1)
-        is_single = per_step.ndim == 1
-        color, lw = (_GREY, 0.7) if is_single and not is_rate else (_BLUE, 1.5)
-        _draw(panel, steps, per_step, color, "each step" if is_single else "", member_lw=0.4, lw=lw)
-    # A learning rate has no mean over an epoch, and its curve no outliers.
-    if is_rate:
-        return
-    if per_step is not None and np.isfinite(per_step).any():
-        # High values of the first steps would flatten the rest of the curve.
-        low, high = np.nanmin(per_step), np.nanpercentile(per_step, 99)
-        # The last term keeps the limits of a constant curve apart.
-        panel.set_ylim(low - 0.05 * (high - low), high + 0.1 * (high - low) + 1e-12)
+        _draw(panel, steps, per_step, _GREY, "each step", lw=0.7)
     for key, ls, marker, color, label in (
         (name, "-", "o", _BLUE, "training"),
         (f"val_{name}", "--", "s", _ORANGE, "validation"),
     ):
         values = history.epochs.get(key)
-        # For a population, the median of each step is drawn already.
-        if values is not None and (values.ndim == 1 or key != name or per_step is None):
+        if values is not None:
             ends = history.epoch_ends
             if ends is None or not last:
                 epoch_length = (last - first) / len(values) if last else 1
@@ -97,36 +85,18 @@ def _curves(panel: Any, history: "History", name: str) -> None:
 
 
 def _draw(
-    panel: Any,
-    steps: np.ndarray,
-    values: np.ndarray,
-    color: str,
-    label: str,
-    member_lw: float = 0.6,
-    **line: Any,
+    panel: Any, steps: np.ndarray, values: np.ndarray, color: str, label: str, **line: Any
 ) -> None:
-    """Draws a line; for a population a thin line per member, their median, and half of them."""
-    if values.ndim == 1:
-        panel.plot(steps, values, color=color, label=label, **line)
-        return
-    # Percentiles of steps without any value would warn.
-    has_values = ~np.isnan(values).all(axis=1)
-    steps, values = steps[has_values], values[has_values]
-    members = values.shape[1]
-    # The more members, the more transparent their lines.
-    panel.plot(steps, values, color=color, lw=member_lw, alpha=min(0.5, 8 / members))
-    # A member that has stopped counts with its last value, so that the median does not jump.
-    low, median, high = np.nanpercentile(_fill_forward(values), [25, 50, 75], axis=1)
-    panel.fill_between(steps, low, high, color=color, alpha=0.25, lw=0)
-    name = f"{label}, median of {members}" if label else f"median of {members}"
-    panel.plot(steps, median, color=color, lw=1.8, label=name)
-
-
-def _fill_forward(values: np.ndarray) -> np.ndarray:
-    """Replaces each NaN by the last number of its member before it, if there is one."""
-    rows = np.where(np.isnan(values), 0, np.arange(len(values))[:, None])
-    filled: np.ndarray = np.take_along_axis(values, np.maximum.accumulate(rows), axis=0)
-    return filled
+    """Draws a line; for a population a thin line per member, and their median."""
+    if values.ndim > 1:
+        members = values.shape[1]
+        # The more members, the more transparent their lines.
+        panel.plot(steps, values, color=color, lw=0.5, alpha=min(0.5, 8 / members))
+        # Members that have stopped report NaN.
+        has_values = ~np.isnan(values).all(axis=1)
+        steps, values = steps[has_values], np.nanmedian(values[has_values], axis=1)
+        label = f"{label}, median of {members}"
+    panel.plot(steps, values, color=color, label=label, **line)
 
 
 def _last_step(history: "History") -> int:

@@ -1,6 +1,5 @@
 """A progress bar in a terminal or notebook, plain lines elsewhere."""
 
-import math
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
@@ -21,8 +20,6 @@ Verbose: TypeAlias = Literal["auto", "bar", "lines"] | int
 
 # The bar is updated at most this often.
 REFRESH_SECONDS = 0.2
-# Compilation is reported only if it takes at least this long.
-NOTICEABLE_SECONDS = 1.0
 
 
 class ProgressReport:
@@ -58,7 +55,6 @@ class ProgressReport:
         self._epochs = epochs
         self._total = steps_per_epoch
         self._bar: Bar | None = None
-        self._has_reported_compilation = False
         self._metrics: PyTree = {}
         self._refresh_time = 0.0
         self._begin(start.epoch, start.batch)
@@ -79,7 +75,6 @@ class ProgressReport:
 
     def __call__(self, event: Event, recorder: Recorder) -> None:
         """Shows the progress at an event."""
-        self._report_compilation(recorder)
         if isinstance(event, ChunkEnd):
             self._update(event, recorder)
         elif isinstance(event, EpochEnd):
@@ -100,26 +95,18 @@ class ProgressReport:
             values = {n: x for n, x in values.items() if not isinstance(n, SumOfWeights)}
             # Of several processes only one has a bar, and all would have to compute and fetch them.
             self._metrics = event.metrics() if jax.process_count() == 1 else {}
-            self._bar.update(completed=self._steps, values=self._texts(values))
-
-    def _report_compilation(self, recorder: Recorder) -> None:
-        seconds = recorder.first_steps_seconds
-        is_due = not (self._has_reported_compilation or math.isnan(seconds))
-        if self._style == "lines" and is_due:
-            self._has_reported_compilation = True
-            if seconds >= NOTICEABLE_SECONDS:
-                self._print(f"first steps after {seconds:.1f} s, including compilation")
+            self._bar.update(completed=self._steps, values=self._text(values))
 
     def _finish_epoch(self, event: EpochEnd) -> None:
         """Shows the epoch's values, and begins the next epoch."""
-        texts = self._texts(event.values)
+        text = self._text(event.values)
         if self._bar is not None:
             # Now the number of steps is known, even for data without a length.
-            self._bar.update(total=self._steps, completed=self._steps, values=texts)
+            self._bar.update(total=self._steps, completed=self._steps, values=text)
             self._bar.stop()
             self._bar = None
         elif self._style == "lines":
-            self._print("  ".join([self._title, f"{self._steps} steps", *texts]))
+            self._print(f"{self._title}  {self._steps} steps  {text}")
         self._begin(event.epoch + 1)
         # The bar of the next epoch is shown at once, unless this epoch was the last.
         if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
@@ -139,11 +126,11 @@ class ProgressReport:
     def _show(self) -> None:
         self._bar = Bar(self._console, self._title, self._total, self._steps)
 
-    def _texts(self, values: Mapping[str, Any]) -> list[str]:
-        """Returns the rate and the values as texts."""
+    def _text(self, values: Mapping[str, Any]) -> str:
+        """Returns the rate and the values as a text."""
         seconds = max(time.perf_counter() - self._start_time, 1e-9)
         texts = [f"{name} {format_value(value)}" for name, value in values.items()]
-        return [f"{self._examples / seconds:,.0f} {self._unit}/s", *texts]
+        return "  ".join([f"{self._examples / seconds:,.0f} {self._unit}/s", *texts])
 
 
 def _style(verbose: Verbose, console: Console) -> str:

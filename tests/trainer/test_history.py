@@ -57,13 +57,6 @@ def test_a_fit_that_went_on_is_drawn_where_it_was() -> None:
     assert found["validation, within epochs"] == [[102, 2.5]]
 
 
-def test_the_median_of_a_population_counts_stopped_members_with_their_last_value() -> None:
-    losses = np.array([[1.0, 2.0, 9.0], [1.0, np.nan, 8.0], [np.nan, np.nan, 7.0]])
-    (panel,) = history(steps={}, epochs={"loss": losses}, within_epochs={}).plot().axes
-    median = lines(panel)["training, median of 3"]
-    assert median == [[1, 2], [2, 2], [3, 2]]
-
-
 def test_a_history_is_shown_by_its_names() -> None:
     assert repr(history()) == (
         "History(8 steps: loss, learning_rate; 2 epochs: loss, seconds; "
