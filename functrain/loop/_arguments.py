@@ -97,15 +97,16 @@ def run_arguments(
         sharding=_placement.batch_sharding(sharding),
         **options,
     )
-    _placement.require_divisible(batches, arguments.sharding)
-    require_same_run(
-        batches,
-        arguments.sharding,
-        epochs=epochs,
-        start=tuple(position),
-        fuse=arguments.fuse,
-        boundaries=arguments.boundaries,
-    )
+    if arguments.sharding is not None:
+        _placement.require_divisible(batches, arguments.sharding)
+        require_same_run(
+            batches,
+            arguments.sharding,
+            epochs=epochs,
+            start=tuple(position),
+            fuse=arguments.fuse,
+            boundaries=arguments.boundaries,
+        )
     return arguments
 
 
@@ -119,7 +120,8 @@ def pass_arguments(data: Any, *, sharding: _placement.ShardingArg, **options: An
     arguments = RunArguments(
         batches=batches, epochs=1, position=Position(), sharding=batch_sharding, **options
     )
-    require_same_run(batches, batch_sharding, fuse=arguments.fuse)
+    if batch_sharding is not None:
+        require_same_run(batches, batch_sharding, fuse=arguments.fuse)
     return arguments
 
 

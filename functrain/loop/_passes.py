@@ -120,7 +120,7 @@ class Evaluation:
         step.require_data(self.batches.data, self.batches.name)
 
     def trace(self, state: PyTree, *, can_trace: bool = True) -> frozenset[str]:
-        """Traces the step with the first batch, so that its errors surface at once.
+        """Traces the step with the first batch.
 
         A signature is traced only once. If the data can be iterated only once, the next evaluation
         continues the pass whose first batch was fetched here.
@@ -287,11 +287,7 @@ def prediction_plan(
 
 
 def fetch_outputs(dispatched: Iterable[tuple[PyTree, int]]) -> PyTree | None:
-    """Returns the outputs of all steps on the host, leaves `[N, ...]`; None if there are no steps.
-
-    Args:
-      dispatched: The rows of each chunk, and the number of its steps.
-    """
+    """Returns the outputs of chunks of some steps on the host, `[N, ...]`; None without chunks."""
     parts: list[PyTree] = []
     previous: tuple[PyTree, int] | None = None
     # The outputs of a chunk are fetched when the next one has been dispatched, so that the device

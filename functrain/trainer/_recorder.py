@@ -31,8 +31,8 @@ class Recorder:
         and keeps no points.
 
     Attributes:
-      first_steps_seconds: The time until the first program of this process had finished; NaN until
-        then.
+      first_steps_seconds: The time until the first program had finished, in the process that took
+        the last steps; NaN before.
       losses: Watches for losses that are not finite.
       latest: The logs of the last step.
     """
@@ -53,21 +53,23 @@ class Recorder:
         # {"steps": ..., "values": ...} by name
         self._within_epochs: dict[str, dict[str, list[Any]]] = {}
         self._start_time = self._epoch_start_time = time.perf_counter()
-        # That of an earlier process counts if this process takes no step.
-        self._saved_first_steps_seconds = self.first_steps_seconds = float("nan")
+        self.first_steps_seconds, self._has_steps = float("nan"), False
         self.losses = LossWatch()
         self.latest: dict[str, Any] = {}
 
     def logs(self, event: ChunkEnd) -> None:
         """Adds the logs of a chunk."""
         logs = event.host_logs()
-        if np.isnan(self.first_steps_seconds):
+        if not self._has_steps:
+            self._has_steps = True
             self.first_steps_seconds = time.perf_counter() - self._start_time
         # In the order in which the history and the progress report show them. Copies: a view would
         # keep device buffers alive.
         logs = {name: logs[name].copy() for name in sorted(logs, key=_rank)}
         examples = np.full(event.steps, event.examples, np.float64)
-        _append(self._epoch_parts, _Part(examples, logs))
+        self._epoch_parts.append(_Part(examples, logs))
+        if len(self._epoch_parts) % _MAX_PARTS == 0:
+            self._epoch_parts = _merge(self._epoch_parts)
         self.latest = {name: to_floats(x[-1]) for name, x in logs.items()}
         self.losses.logs(event)
 
@@ -76,8 +78,7 @@ class Recorder:
         if isinstance(event, EpochEnd):
             values = {**to_values(event.metrics()), **self._means()}
             event.values |= {name: values[name] for name in sorted(values, key=_rank)}
-            for part in _merge(self._epoch_parts):
-                _append(self._parts, part)
+            self._parts += _merge(self._epoch_parts)
             self._epoch_parts = []
             self._drop_steps()
 
@@ -120,7 +121,7 @@ class Recorder:
                 for name, points in self._within_epochs.items()
             },
             "epoch_seconds": time.perf_counter() - self._epoch_start_time,
-            "first_steps_seconds": self._first_steps_seconds(),
+            "first_steps_seconds": self.first_steps_seconds,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -139,7 +140,8 @@ class Recorder:
         self._epochs = state["epochs"]
         self._within_epochs = state["within_epochs"] if self._keeps_steps else {}
         self._epoch_start_time = time.perf_counter() - state["epoch_seconds"]
-        self._saved_first_steps_seconds = state["first_steps_seconds"]
+        # That of an earlier process counts if this process takes no step.
+        self.first_steps_seconds = state["first_steps_seconds"]
 
     def history(self, last_step: int | None = None) -> History:
         """Returns the history so far, or up to a step."""
@@ -160,14 +162,10 @@ class Recorder:
             steps={str(name): x[:count] for name, x in _columns(parts).items()},
             epochs={name: _stack([values.get(name, nan) for values in epochs]) for name in names},
             within_epochs=within_epochs,
-            first_steps_seconds=self._first_steps_seconds(),
+            first_steps_seconds=self.first_steps_seconds,
             first_step=self._first_step,
             epoch_ends=np.array([epoch["step"] for epoch in finished_epochs], np.int64),
         )
-
-    def _first_steps_seconds(self) -> float:
-        has_steps = not np.isnan(self.first_steps_seconds)
-        return self.first_steps_seconds if has_steps else self._saved_first_steps_seconds
 
     def _drop_steps(self) -> None:
         """Drops the logs of the epochs before, unless they are kept."""
@@ -206,12 +204,6 @@ class _Part(NamedTuple):
 
 # After so many parts they are merged: an array for each step would take much memory.
 _MAX_PARTS = 1024
-
-
-def _append(parts: list[_Part], part: _Part) -> None:
-    parts.append(part)
-    if len(parts) % _MAX_PARTS == 0:
-        parts[:] = _merge(parts)
 
 
 def _merge(parts: Iterable[_Part]) -> list[_Part]:
