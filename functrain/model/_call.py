@@ -52,9 +52,9 @@ def restrict_to(reference: PyTree, tree: PyTree) -> PyTree:
     Entries that a call added are left out: the structure of a state must not change.
     """
     if isinstance(reference, Mapping) and isinstance(tree, Mapping):
-        kept = {
+        entries = {
             name: restrict_to(below, tree.get(name, below)) for name, below in reference.items()
         }
-        return type(reference)(kept)  # type: ignore[call-arg]  # of dict, or flax's FrozenDict
+        return type(reference)(entries)  # type: ignore[call-arg]  # of dict, or flax's FrozenDict
     # Without leaves `reference` may be () where nnx has {}, and stays as it is.
     return tree if jax.tree.leaves(reference) else reference

@@ -94,8 +94,8 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
             "The optimizer trains all params. Put other arrays into model_state; train a complex "
             "array as two, its real and its imaginary part."
         )
-        others = _tree.format_leaves(params, lambda x: not jnp.issubdtype(x.dtype, jnp.floating))
-        require_no_problems("params", others, "floating-point arrays", advice, error=TypeError)
+        wrong = _tree.format_leaves(params, lambda x: not jnp.issubdtype(x.dtype, jnp.floating))
+        require_no_problems("params", wrong, "floating-point arrays", advice, error=TypeError)
         state = cls(
             step=jnp.zeros((), jnp.int32),
             params=(),

@@ -236,6 +236,7 @@ def saves(directory: Any) -> ft.Checkpointer:
     ("how", "message"),
     [
         ({"epochs": 2, "steps": 10}, "epochs and steps: expected one of them, got 2 and 10"),
+        ({"epochs": -1}, "epochs: expected an integer of at least 0"),
         ({"steps_per_epoch": 0}, "steps_per_epoch: expected an integer of at least 1, got 0"),
         ({"epochs": 2, "steps_per_epoch": 2.5}, "steps_per_epoch: expected an integer"),
         (

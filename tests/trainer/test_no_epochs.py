@@ -34,9 +34,3 @@ def test_a_fit_of_no_epochs_saves_nothing_and_does_not_undo_another(tmp_path: pa
 
     assert float(fit(0)) == 0.0
     assert float(fit(2)) == 6.0
-
-
-@pytest.mark.parametrize("epochs", [-1, 1.0, "1"])
-def test_a_number_of_epochs_that_is_none_is_refused(epochs: Any) -> None:
-    with pytest.raises(ValueError, match="epochs: expected an integer of at least 0"):
-        ft.fit(0.0, step, [np.ones(3)], epochs=epochs, verbose=0)

@@ -40,6 +40,11 @@ def begin(tx, rng=0):
     )
 
 
+def of_one_key(params, model_state, batch, *, rng, training):
+    """The loss in which nothing but the batches tells the steps apart."""
+    return LOSS_FN(params, model_state, batch, rng=jax.random.key(9), training=training)
+
+
 def parts(state):
     """What a skipped step must not touch."""
     return digest((state.params, state.model_state, state.opt_state.inner))
@@ -89,12 +94,8 @@ def test_a_gradient_that_overflows_within_the_optimizer_changes_nothing(guard) -
 
 
 def test_a_run_with_skipped_steps_is_the_run_without_their_batches() -> None:
-    # Without a key, so that nothing but the batches tells the steps apart.
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return LOSS_FN(params, model_state, batch, rng=jax.random.key(9), training=training)
-
     tx = ft.tx.skip_non_finite(TX)
-    step = ft.train_step(loss_fn, tx)
+    step = ft.train_step(of_one_key, tx)
     bad = [2, 3, 7]
     run, _ = ft.fuse(step, 12)(begin(tx), (spoiled(bad), Y))
     good = [i for i in range(12) if i not in bad]
@@ -108,12 +109,9 @@ def test_metrics_and_means_are_those_of_a_run_without_the_skipped_batches(guard)
     tx = guard(optax.sgd(0.1))
     metrics = {"accuracy": ft.metrics.accuracy(), "mean": ft.metrics.mean_loss()}
 
-    def loss_fn(params, model_state, batch, *, rng, training):
-        return LOSS_FN(params, model_state, batch, rng=jax.random.key(9), training=training)
-
     def fitted(x, y):
         batches = [(a, b) for a, b in zip(x, y, strict=True)]
-        step = ft.train_step(loss_fn, tx, metrics=metrics)
+        step = ft.train_step(of_one_key, tx, metrics=metrics)
         return ft.fit(begin(tx), step, batches, fuse=5, verbose=0).history
 
     bad = [2, 3, 7]
