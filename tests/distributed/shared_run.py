@@ -4,19 +4,9 @@ python shared_run.py stops                  reports how it stops
 python shared_run.py WAY PROCESS DIRECTORY  a process leaves a run that saves
 """
 
-# ruff: noqa: E402 - one function is registered at exit before jax registers its own
-
-import atexit
 import sys
 import time
 from typing import Any
-
-
-def say_at_exit(text: str) -> None:
-    atexit.register(lambda: sys.stdout.write(f"at exit: {text}\n") and sys.stdout.flush())
-
-
-say_at_exit("registered before jax")
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +15,6 @@ import numpy as np
 import functrain as ft
 from tests.distributed.reports import report
 
-say_at_exit("registered before initialize")
 ft.distributed.initialize()
 PROCESS = jax.process_index()
 MESH = ft.sharding.mesh({"data": -1})

@@ -206,28 +206,12 @@ def test_a_run_that_is_begun_anew_takes_the_place_of_the_one_before(tmp_path) ->
     assert [line["step"] for line in lines(tmp_path / "log.jsonl")] == [*range(1, 21), 20]
 
 
-def test_json_lines_go_on_below_what_is_there_if_they_append(tmp_path) -> None:
-    for end in (1, 2):
-        at = ft.Position(step=20 * (end - 1), epoch=end - 1)
-        log = ft.hooks.JSONLines(tmp_path / "log.jsonl", append=True)
-        fit(log, epochs=end, start=at)
-    assert [line["step"] for line in lines(tmp_path / "log.jsonl")] == [10, 20, 20, 30, 40, 40]
-
-
 @pytest.mark.parametrize("kind", [ft.hooks.JSONLines, ft.hooks.CSVLogger])
 def test_a_file_that_cannot_be_written_is_met_before_a_step_is_taken(kind, tmp_path) -> None:
     steps = []
     with pytest.raises(IsADirectoryError):
         fit(kind(tmp_path), lambda event: steps.append(event.step))
     assert not steps
-
-
-def test_a_run_that_takes_no_step_leaves_a_file_as_it_was(tmp_path) -> None:
-    (tmp_path / "log.jsonl").write_text("{}\n")
-    log = ft.hooks.JSONLines(tmp_path / "log.jsonl")
-    log.begin()
-    log.close()
-    assert (tmp_path / "log.jsonl").read_text() == "{}\n"
 
 
 def test_pictures_and_texts_reach_event_files_and_texts_json(tmp_path) -> None:
@@ -276,18 +260,14 @@ def test_relative_paths_stay_where_they_were_when_the_process_goes_elsewhere(
     monkeypatch.chdir(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    hooks = [
-        ft.hooks.Sample(lambda state: "", directory="samples"),
-        ft.hooks.TensorBoard("runs"),
-        ft.hooks.JSONLines("log.jsonl", every=1),
-        ft.hooks.CSVLogger("log.csv", every=6),
-    ]
     go = ft.at(10)(lambda event: monkeypatch.chdir(elsewhere))
-    fit(*hooks, go, epochs=1)
+    sample = ft.hooks.Sample(lambda state: "", directory="samples")
+    fit(
+        sample, ft.hooks.TensorBoard("runs"), ft.hooks.JSONLines("log.jsonl", every=1), go, epochs=1
+    )
     assert not list(elsewhere.iterdir())
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("elsewhere", "samples", "runs", "log.jsonl", "log.csv")
-    }
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"elsewhere", "samples", "runs", "log.jsonl"}
     assert [line["step"] for line in lines(tmp_path / "log.jsonl")] == [*range(1, 21), 20]
 
 

@@ -18,28 +18,19 @@ def made(x):
 def test_pictures_are_written_on_a_schedule_and_read_by_pillow(tmp_path) -> None:
     def make(state):
         grey = np.full((2, 2), int(state.step) / 100)
-        return {"grey": grey, "red": np.uint8([[[200, 0, 1]]]), "words": "grün"}
+        return {"grey": grey, "red.1": np.uint8([[[200, 0, 1]]]), "words": "grün"}
 
     hook = ft.hooks.Sample(make, every=ft.every(steps=25), directory=tmp_path / "made")
     fit(hook)
     assert {path.name for path in (tmp_path / "made").iterdir()} == {
-        *("grey-00000025.png", "grey-00000050.png", "red-00000025.png", "red-00000050.png"),
+        *("grey-00000025.png", "grey-00000050.png", "red.1-00000025.png", "red.1-00000050.png"),
         *("words-00000025.txt", "words-00000050.txt"),
     }
     with PIL.Image.open(tmp_path / "made" / "grey-00000050.png") as picture:
         np.testing.assert_array_equal(np.asarray(picture), np.full((2, 2), 128, np.uint8))
-    with PIL.Image.open(tmp_path / "made" / "red-00000025.png") as picture:
+    with PIL.Image.open(tmp_path / "made" / "red.1-00000025.png") as picture:
         assert picture.getpixel((0, 0)) == (200, 0, 1)
     assert (tmp_path / "made" / "words-00000050.txt").read_text(encoding="utf-8") == "grün"
-
-
-def test_a_name_with_a_dot_is_kept_in_the_names_of_the_files(tmp_path) -> None:
-    samples = {"lr0.1": np.eye(2), "top.k": "words"}
-    fit(ft.hooks.Sample(lambda state: samples, every=ft.at(3, 5), directory=tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *("lr0.1-00000003.png", "lr0.1-00000005.png"),
-        *("top.k-00000003.txt", "top.k-00000005.txt"),
-    }
 
 
 def test_it_sees_the_state_of_its_step() -> None:
@@ -70,16 +61,7 @@ def test_a_figure_of_matplotlib_is_a_picture() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [
-        None,
-        3.0,
-        np.zeros((2, 3, 5)),
-        np.zeros(4),
-        ["a"],
-        np.full((2, 2), 255),
-        np.zeros((0, 2, 2, 3)),
-        np.ones((2, 2), complex),
-    ],
+    [None, np.zeros((2, 3, 5)), np.zeros(4), ["a"], np.full((2, 2), 255), np.zeros((0, 2, 2, 3))],
     ids=str,
 )
 def test_what_is_no_picture_is_refused_by_name(wrong) -> None:
