@@ -5,6 +5,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 from jax.extend import core
 from jax.extend.core import primitives
 
@@ -20,7 +21,7 @@ from functrain.rewrites._equations import (
     is_entered,
     open_jaxpr,
 )
-from functrain.rewrites._optimize import Mode, Untraceable
+from functrain.rewrites._optimize import Mode
 from functrain.rewrites._pass import inline_calls
 from functrain.rewrites._rewrite import Rewrite, select_rewrite
 from functrain.rewrites._rounding import find_inexact
@@ -121,7 +122,7 @@ def explain_rewrites(
     Returns:
       An `Explanation`; print it for a text. It has a row for each kind of equation for which there
       is a rewrite, with the rewrite or the reason to keep the equation. A note says why nothing is
-      rewritten: `fn` cannot be traced, a rewrite failed, or rewrites are off for this backend.
+      rewritten: a rewrite failed, or rewrites are off for this backend.
 
     Raises:
       ValueError: As for `optimize`.
@@ -143,12 +144,9 @@ def explain_rewrites(
     if args:
         # A step with metrics carries their values beside the state.
         args = traits_of(fn).wrap_state(args[0]), *args[1:]
-    try:
-        # A step, such as that of a population, may be another program on each platform.
-        with tracing_guards(), compiling_for(platform):
-            closed, _ = _optimize.trace(fn, *args, **kwargs)
-    except Untraceable as error:
-        return Explanation((), 0, f"The function runs unchanged: {error}")
+    # A step, such as that of a population, may be another program on each platform.
+    with tracing_guards(), compiling_for(platform):
+        closed = jax.make_jaxpr(fn)(*args, **kwargs)
     if chosen == "off":
         note = f"The function runs unchanged: rewrites are off (platform: {platform})."
         return _explain(_walk(closed, obstacle="rewrites are off"), (), note)

@@ -101,17 +101,7 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
         chosen = resolve_mode(rewrites, platform)
         if chosen == "off":
             return fn(*args, **kwargs)
-        reason = ""
-        try:
-            closed, out_shapes = trace(fn, *args, **kwargs)
-        except Untraceable as error:
-            reason = str(error)
-        # Outside of `except`, so that errors of the function are not chained to Untraceable.
-        if reason:
-            # Under jit this raises the error itself, which says more than the warning would.
-            outs = fn(*args, **kwargs)
-            warn(f"Rewrites: the function runs unchanged: {reason}")
-            return outs
+        closed, out_shapes = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
         closed, failures = rewrite_or_keep(closed, chosen, platform)
         for failure in failures:
             warn(
@@ -130,31 +120,6 @@ def evaluate(closed: Any, out_shapes: Any, args: Any) -> Any:
     # The jaxpr returns no weak types when it is evaluated outside of jit.
     outs = map(retype, map(jnp.asarray, outs), closed.out_avals)
     return jax.tree.unflatten(jax.tree.structure(out_shapes), outs)
-
-
-class Untraceable(Exception):  # noqa: N818  # a property of the function, often not an error
-    """A function reads the values of its arguments, or takes arguments that are not arrays."""
-
-
-def trace(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Returns a function's jaxpr and the shapes of its outputs.
-
-    Raises:
-      Untraceable: The function cannot be traced. Exceptions that the function itself raises are
-        passed on unchanged.
-    """
-    for leaf in jax.tree.leaves((args, kwargs)):
-        try:
-            jax.typeof(leaf)
-        except TypeError:
-            message = f"it takes a {type(leaf).__name__}, which is not an array."
-            raise Untraceable(message) from None
-    try:
-        jaxpr_and_shapes: tuple[Any, Any] = jax.make_jaxpr(fn, return_shape=True)(*args, **kwargs)
-    except jax.errors.JAXTypeError as error:
-        first_line = str(error).splitlines()[0]
-        raise Untraceable(f"it cannot be traced: {type(error).__name__}: {first_line}") from error
-    return jaxpr_and_shapes
 
 
 def rewrite_or_keep(closed: Any, chosen: Mode, platform: str) -> tuple[Any, list[Exception]]:

@@ -130,18 +130,6 @@ def test_an_unknown_primitive_runs_as_it_was() -> None:
     assert plain.rule == "sin_to_cos"
 
 
-@pytest.mark.usefixtures("sin_to_cos")
-def test_a_function_that_cannot_be_traced_runs_as_it_was() -> None:
-    def fn(x: Any) -> Any:
-        return jnp.sin(x) if float(x[0]) < 1 else x
-
-    with pytest.warns(UserWarning, match=r"runs unchanged.*cannot be traced: Concretization"):
-        np.testing.assert_array_equal(optimize(fn)(X), jnp.sin(X))
-    explanation = explain_rewrites(fn, X)
-    assert explanation.rows == ()
-    assert "cannot be traced: ConcretizationTypeError" in str(explanation)
-
-
 def boom(*inputs: Any, **params: Any) -> Any:
     raise ZeroDivisionError("boom")
 
