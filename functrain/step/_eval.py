@@ -57,8 +57,8 @@ def eval_step(
     Raises:
       TypeError: `loss_fn` is not a loss, `metrics` is not a dict of Metrics, or `rng` is not a
         single typed key; or (when traced) the loss draws random numbers and `rng` is None.
-      ValueError: Two metrics or logs have the same name, one is named "loss", or `logs` is a text;
-        or (when traced) the loss has no log of that name.
+      ValueError: Two metrics or logs have the same name, or one is named "loss"; or (when traced)
+        the loss has no log of that name.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -73,7 +73,6 @@ def eval_step(
     check_loss(loss_fn)
     check_rng(rng)
     metrics = metrics or {}
-    require(not isinstance(logs, str), "logs", "a tuple of names", logs, f"Write ({logs!r},).")
     require_distinct_names("metrics", metrics, ["loss"], "the loss")
     require_distinct_names("logs", logs, ["loss", *metrics], "the loss and the metrics")
 
