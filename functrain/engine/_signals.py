@@ -41,25 +41,23 @@ class DeferredSignals:
     ) -> None:
         self._kind, self._saves = kind, saves
         self._handlers: dict[int, Any] = {}
-        self._pending: list[tuple[int, FrameType | None]] = []
+        # The number of the signal that waits to be handled.
+        self.pending: int | None = None
         self._is_over = False
         # Only a handler of Python's is replaced by a block, so that of the outermost is in place.
         owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-        self._enclosing = owner if isinstance(owner, DeferredSignals) else None
+        is_enclosed = isinstance(owner, DeferredSignals) and _is_main_thread()
+        self._enclosing: DeferredSignals | None = owner if is_enclosed else None
 
     @property
     def is_pending(self) -> bool:
         """True if a signal is waiting to be handled."""
-        return bool(self._pending) or self._enclosing_pending() is not None
-
-    def has(self, number: int) -> bool:
-        """Returns True if this signal is waiting to be handled."""
-        return any(pending == number for pending, _ in self._pending)
+        return self.pending is not None or self._enclosing_pending() is not None
 
     def __enter__(self) -> Self:
         """Begins to defer the signals."""
         # Python sets handlers in the main thread only.
-        if threading.current_thread() is not threading.main_thread():
+        if not _is_main_thread():
             return self
         # Another handler of Ctrl-C, such as a notebook's or a framework's, is left in place.
         has_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -81,7 +79,7 @@ class DeferredSignals:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Restores the previous handlers, and handles a pending signal."""
-        if threading.current_thread() is not threading.main_thread():
+        if not _is_main_thread():
             self._is_over = True
             return
         try:
@@ -95,32 +93,33 @@ class DeferredSignals:
             self._is_over = True
         if error is None or isinstance(error, Exception):
             # Not those of an enclosing block, whose run may save itself first.
-            if self._pending:
-                self._handle(*self._pending.pop(0))
+            self._handle_own()
             return
         # An exception is on its way that must not be replaced, so a pending signal is sent again
         # and handled afterwards. Python discards what is raised while a generator is closed.
         # KeyboardInterrupt is Ctrl-C itself, but may hide a pending SIGTERM.
-        raised = {GeneratorExit: (), KeyboardInterrupt: (signal.SIGINT,)}.get(type(error))
-        for number, _ in self._pending:
-            if raised is not None and number not in raised:
-                signal.raise_signal(number)
+        hides_sigterm = isinstance(error, KeyboardInterrupt) and self.pending == signal.SIGTERM
+        if self.pending is not None and (isinstance(error, GeneratorExit) or hides_sigterm):
+            signal.raise_signal(self.pending)
 
     def handle_pending(self) -> None:
         """Handles a pending signal now, which usually raises."""
-        if self._pending:
-            self._handle(*self._pending.pop(0))
-        if self._enclosing is not None and (enclosing := self._enclosing_pending()) is not None:
+        self._handle_own()
+        if (enclosing := self._enclosing_pending()) is not None:
             enclosing.handle_pending()
+
+    def _handle_own(self) -> None:
+        number, self.pending = self.pending, None
+        if number is not None:
+            self._handle(number, None)
 
     def _enclosing_pending(self) -> "DeferredSignals | None":
         """Returns the block that this one is within, if it has a signal to handle here."""
         enclosing = self._enclosing
-        if enclosing is None or not enclosing._pending or self._kind == "run":
+        if enclosing is None or enclosing.pending is None or self._kind == "run":
             return None
         waits = self._kind == "pass" and enclosing._saves
-        is_here = threading.current_thread() is threading.main_thread()
-        return enclosing if is_here and not waits else None
+        return None if waits else enclosing
 
     @contextlib.contextmanager
     def discard_on_error(self) -> Iterator[None]:
@@ -131,7 +130,7 @@ class DeferredSignals:
         try:
             yield
         except Exception:
-            self._pending.clear()
+            self.pending = None
             raise
 
     def _previous_handler(self, number: int) -> Any:
@@ -150,10 +149,10 @@ class DeferredSignals:
         handler(number, frame)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
-        if self._pending or self._is_over:
+        if self.pending is not None or self._is_over:
             self._handle(number, frame)
             return
-        self._pending.append((number, frame))
+        self.pending = number
         if number == signal.SIGINT:
             # Python raises RuntimeError for a print that interrupts another one to the same stream.
             with contextlib.suppress(RuntimeError):
@@ -161,6 +160,10 @@ class DeferredSignals:
                     "\nStopping after the current program. Press Ctrl-C again to stop at once.",
                     file=sys.stderr,
                 )
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def has_preemption_service() -> bool:

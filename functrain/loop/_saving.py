@@ -130,7 +130,7 @@ class Saving:
         elif not self._is_to_end:
             # SIGTERM may reach only some of the processes, so they ask each other. Ctrl-C ends each
             # on its own, without a save.
-            has_sigterm = signals.has(signal.SIGTERM)
+            has_sigterm = signals.pending == signal.SIGTERM
             self._is_to_end = any(processes.gather(lambda: has_sigterm))
         return self._is_to_end
 
