@@ -193,15 +193,6 @@ def is_trigger(x: Any) -> bool:
     return hasattr(x, "next_step") and hasattr(x, "due") and not isinstance(x, type)
 
 
-def require_triggers(name: str, triggers: Any) -> tuple[Trigger, ...]:
-    """Returns triggers as a tuple; raises TypeError for a number, or for one without a list."""
-    as_tuple = tuple(triggers) if isinstance(triggers, Iterable) else (None,)
-    expected = "a sequence of triggers"
-    advice = f"Write {name}=[functrain.every(steps=50)], or functrain.at(10, 100)."
-    require(all(map(is_trigger, as_tuple)), name, expected, triggers, advice, error=TypeError)
-    return as_tuple
-
-
 def at(*steps: int) -> At:
     """Returns a trigger that is due after each of the given steps of the run.
 

@@ -28,7 +28,7 @@ from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
 from functrain.engine._processes import require_same_run
 from functrain.engine._programs import has_programs
-from functrain.engine._trigger import Trigger, require_triggers
+from functrain.engine._trigger import Trigger
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
@@ -93,7 +93,7 @@ def run_arguments(
         batches=batches,
         epochs=epochs,
         position=position,
-        boundaries=require_triggers("boundaries", boundaries),
+        boundaries=tuple(boundaries),
         sharding=_placement.batch_sharding(sharding),
         **options,
     )

@@ -102,13 +102,6 @@ def test_errors_come_before_anything_runs() -> None:
     assert not traces
 
 
-@pytest.mark.parametrize("boundaries", [50, ft.every(steps=50), [50], "50"])
-def test_boundaries_are_a_list_of_triggers(boundaries) -> None:
-    words = r"boundaries: expected a sequence of triggers, got .*Write boundaries=\[functrain.every"
-    with pytest.raises(TypeError, match=words):
-        ft.run(jnp.zeros(()), counting()[0], ft.ArrayLoader(X, 3), boundaries=boundaries)
-
-
 def test_a_changed_batch_in_mid_run_leaves_the_callers_state() -> None:
     step, _ = counting()
     state = jnp.zeros(())
