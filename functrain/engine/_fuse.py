@@ -111,7 +111,7 @@ class Fused(Generic[StateT]):
         # Where all arrays are on one device, no leaf has to be looked at.
         has_choice = jax.device_count() > 1 or len(backends()) > 1
         compiled = self._program(state, n, None if has_choice else current_platform())
-        require_integers_fit(_Arguments(state, chunk), "fuse")
+        require_integers_fit(chunk, "chunk")
         scalars: jax.sharding.Sharding | None = None
         if jax.device_count() > 1:
             scalars = sharding_of_scalars(state)
@@ -156,6 +156,8 @@ class Fused(Generic[StateT]):
         is_full = is_number and steps == self.k
         options = self._options.get((platform, is_full))
         if options is None:
+            # Once: a program returns arrays of jax, and a look at all leaves takes time.
+            require_integers_fit(state, "state")
             options = loop_options(state, rewrites=self._rewrites, donate=self._donate)
             options = options.with_steps(self.k, is_full=is_full, unroll=self._unroll)
             if platform is not None:

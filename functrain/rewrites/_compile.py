@@ -134,6 +134,7 @@ class CheckedJit:
         self._jitted: Any = jax.jit(checked, **options)
         self._without_fusions: Any = jax.jit(checked, **options, compiler_options=WITHOUT_FUSIONS)
         self._choices: dict[Any, Any] = {}  # by signature: one of the last two
+        self._all_are_right = False
         # Signatures that were traced but whose check has not finished: another thread is checking
         # them, or Ctrl-C or an error interrupted the check. `jax.jit` would run their programs
         # without tracing, that is without raising `_UncheckedError`.
@@ -143,8 +144,7 @@ class CheckedJit:
         """Runs the program, after a check before its first run."""
         # The first signature is checked without this attempt: after an exception from its trace,
         # jax dispatches a signature in Python from then on (0.2 ms more per call of a small MLP).
-        is_right = self._choices and all(x is self._jitted for x in self._choices.values())
-        if is_right and not self._unchecked and jax.device_count() == 1:
+        if self._all_are_right and not self._unchecked and jax.device_count() == 1:
             with contextlib.suppress(_UncheckedError):
                 return self._jitted(*args)
         return self._use("__call__", args)
@@ -190,6 +190,7 @@ class CheckedJit:
             # If the check is interrupted, an earlier one in another context must not count.
             self._choices.pop(signature, None)
             choice = self._choices[signature] = self._check(signature, args)
+            self._all_are_right = all(x is self._jitted for x in self._choices.values())
         return choice
 
     def _check(self, signature: Any, args: tuple[Any, ...]) -> Any:

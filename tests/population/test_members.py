@@ -3,14 +3,18 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import functrain as ft
 
 from .setting import (
     EVAL,
+    KEY,
+    LOSS,
     MEMBERS,
     METERED,
+    MODEL,
     PLAIN,
     X,
     Y,
@@ -182,3 +186,24 @@ def test_members_on_an_explicit_axis_are_refused_with_the_mesh_to_take() -> None
     two = jax.device_put(ft.population.stack([alone(0), alone(1)]), where)
     with pytest.raises(ValueError, match=r"automatic axes.*functrain.sharding.mesh"):
         ft.fit(two, of_all(PLAIN), loader(), verbose=0)
+
+
+def test_each_member_follows_a_schedule_of_its_own_peak() -> None:
+    def schedule(peak: float) -> optax.Schedule:
+        return optax.warmup_cosine_decay_schedule(0.0, peak, 2, 6)
+
+    def make(key: jax.Array, tx: optax.GradientTransformation) -> ft.TrainState:
+        params, model_state = MODEL.init(key, X)
+        return ft.TrainState.create(params=params, model_state=model_state, tx=tx)
+
+    shape, peaks = schedule(1.0), [1e-3, 1e-2, 0.1]
+    injected = optax.inject_hyperparams(lambda peak: optax.adam(lambda n: peak * shape(n)))
+    tx = injected(peak=1e-3)
+    members = ft.population.create(lambda key: make(key, tx), KEY, hyperparameters={"peak": peaks})
+    step = ft.population.step(ft.train_step(LOSS, tx))
+    state = ft.fit(members, step, loader(), verbose=0).state
+    for i, peak in enumerate(peaks):
+        own = optax.adam(schedule(peak))
+        single = make(jax.random.fold_in(KEY, i), own)
+        expected = ft.fit(single, ft.train_step(LOSS, own), loader(), verbose=0).state
+        assert_close(state[i].params, expected.params)
