@@ -77,9 +77,9 @@ def initialize(
     # JAX aborts the process from C++, where no exception can be caught, so the message comes first.
     timeout = more.get("initialization_timeout", 300)
     message = (
-        f"functrain: not all processes have connected to this one, {config}. JAX aborts it after "
-        f"{timeout:g} s. Is process 0 running, is its port open, and has each process the same "
-        "address and number of processes, and its own process_id?"
+        f"functrain: not all processes have connected; this one has {config}, and JAX aborts it "
+        f"after {timeout:g} s. Is process 0 running, is its port open, and has each process the "
+        "same address and number of processes, and its own process_id?"
     )
     timer = threading.Timer(0.9 * timeout, print, [message], {"file": sys.stderr, "flush": True})
     timer.daemon = True

@@ -38,7 +38,7 @@ def test_processes_that_do_not_come_are_spoken_of_before_jax_ends_the_one_that_w
     done = initialize(number, JAX_COORDINATOR_ADDRESS=address, JAX_NUM_PROCESSES="2")
     assert done.returncode == -6  # from C++, where nobody can catch it
     config = {"coordinator_address": address, "num_processes": 2, "process_id": number}
-    assert f"functrain: not all processes have connected to this one, {config}" in done.stderr
+    assert f"functrain: not all processes have connected; this one has {config}" in done.stderr
 
 
 @pytest.mark.parametrize(
