@@ -175,3 +175,22 @@ def test_fused_is_single_for_the_smallest_models(widths, size) -> None:
     step = ft.train_step(ft.supervised(bridge.from_keras(model), LOSS), tx)
     chunk = models.batches(model, STEPS, size)
     assert len({in_chunks(step, copy(state), chunk, k) for k in (1, 2, 7, 32)}) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["MobileNetV2", "EfficientNetB0", "ResNet50", "ConvNeXtTiny"])
+def test_fused_is_single_for_whole_architectures(name) -> None:
+    keras.utils.set_random_seed(0)
+    model = getattr(keras.applications, name)(
+        weights=None, input_shape=(32, 32, 3), classes=10, classifier_activation=None
+    )
+    tx = optax.adam(1e-3)
+    state = bridge.create_state(model, tx)
+    step = ft.train_step(ft.supervised(bridge.from_keras(model), LOSS), tx)
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(3, 4, 32, 32, 3)).astype(np.float32)
+    chunk = images, rng.integers(0, 10, (3, 4)).astype(np.int32)
+    together, _ = ft.fuse(step, 3)(copy(state), chunk)
+    for i in range(3):
+        state, _ = ft.fuse(step, 1)(state, jax.tree.map(lambda x, i=i: x[i : i + 1], chunk))
+    assert digest(together) == digest(state)

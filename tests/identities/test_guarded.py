@@ -41,17 +41,3 @@ SGD = optax.sgd(0.1, momentum=0.9)
 def test_skip_non_finite_changes_no_bit_of_a_finite_run(kind, tx) -> None:
     plain = trained(kind, tx, lambda opt_state: opt_state)
     assert trained(kind, ft.tx.skip_non_finite(tx), lambda opt_state: opt_state.inner) == plain
-
-
-def test_nor_of_its_metrics() -> None:
-    metrics = {"accuracy": ft.metrics.accuracy(), "mean": ft.metrics.mean_loss()}
-
-    def counted(tx):
-        model = models.make("batch_norm", "float32")
-        loss_fn = ft.supervised(bridge.from_keras(model), LOSS)
-        step = ft.train_step(loss_fn, tx, metrics=metrics)
-        start = step.start(bridge.create_state(model, tx, rng=jax.random.key(2)))
-        end, _ = ft.fuse(step, STEPS)(start, models.batches(model, STEPS))
-        return digest((end.state.params, end.state.model_state, end.metrics))
-
-    assert counted(ft.tx.skip_non_finite(SGD)) == counted(SGD)

@@ -139,15 +139,6 @@ def test_early_stopping_goes_on_in_the_middle(
     assert (early.best, early.best_step) == (0.0, 8)
 
 
-@pytest.mark.parametrize("restore_best", [True, False])
-def test_a_run_that_a_hook_has_stopped_is_over(restore_best: bool, tmp_path: pathlib.Path) -> None:
-    how = {"restore_best": restore_best, "patience": 3}
-    first, *_ = stopped_early(tmp_path, **how)
-    for epochs in (9, 20):
-        assert stopped_early(tmp_path, epochs=epochs, **how)[0] == first
-    assert ft.Checkpointer(tmp_path).latest() == 14
-
-
 def test_more_epochs_go_on_from_the_last_state_and_not_from_the_best(
     tmp_path: pathlib.Path,
 ) -> None:

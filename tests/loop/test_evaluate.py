@@ -140,20 +140,13 @@ def test_outputs_that_are_not_per_example_are_refused() -> None:
         ft.predict((), lambda s, x: (s, jnp.sum(x)), ft.ArrayLoader(X, 10))
 
 
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        (lambda m: m + 0.5, r"n: expected int32\[\], got float32\[\]"),
-        (lambda m: jnp.stack([m, m]), r"n: expected int32\[\], got int32\[2\]"),
-        (lambda m: (m,), "n"),
-    ],
-)
-def test_a_metric_that_changes_its_state_is_blamed_itself(changed, words) -> None:
+def test_a_metric_that_changes_its_state_is_blamed_itself() -> None:
     metric = ft.metrics.Metric(
-        lambda: jnp.int32(0), lambda m, batch, aux, loss: changed(m), lambda m: jnp.sum(m)
+        lambda: jnp.int32(0), lambda m, batch, aux, loss: m + 0.5, lambda m: jnp.sum(m)
     )
     step = ft.eval_step(LOSS, metrics={"n": metric})
-    with pytest.raises(TypeError, match=rf"(?s)metrics: expected from update the .*{words}"):
+    words = r"(?s)metrics: expected from update the .*n: expected int32\[\], got float32\[\]"
+    with pytest.raises(TypeError, match=words):
         ft.evaluate(STATE, step, ft.ArrayLoader((X, Y), 20))
 
 

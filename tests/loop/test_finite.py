@@ -119,9 +119,6 @@ def test_an_evaluation_names_no_members_that_were_stopped() -> None:
     population = ft.population.stack(states)
     with pytest.warns(UserWarning, match=r"evaluate: .* of members \[1, 2\]"):
         ft.evaluate(population, of_all, loader())
-    one_stopped = population.replace(active=jnp.asarray([True, False, True]))
-    with pytest.warns(UserWarning, match=r"evaluate: .* of members \[2\]"):
-        ft.evaluate(one_stopped, of_all, loader())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ft.evaluate(population.replace(active=jnp.asarray([True, False, False])), of_all, loader())

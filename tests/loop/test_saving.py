@@ -208,24 +208,6 @@ def test_an_error_at_the_end_of_a_run_loses_no_step(tmp_path: pathlib.Path) -> N
     )
 
 
-@pytest.mark.parametrize("logger", [ft.hooks.JSONLines, ft.hooks.CSVLogger])
-def test_an_error_at_the_end_of_a_run_loses_no_line_of_a_log(
-    logger: Any, tmp_path: pathlib.Path
-) -> None:
-    def fail(event: Any) -> None:
-        if isinstance(event, ft.events.RunEnd):
-            raise KeyError
-
-    straight, interrupted = tmp_path / "straight", tmp_path / "interrupted"
-    trained(ft.Checkpointer(tmp_path / "a"), logger(straight), epochs=3)
-    checkpointer = ft.Checkpointer(tmp_path / "b")
-    with pytest.raises(KeyError):
-        trained(checkpointer, logger(interrupted), fail, epochs=2)
-    for epochs in (2, 3):
-        trained(checkpointer, logger(interrupted), epochs=epochs)
-    assert interrupted.read_text() == straight.read_text()
-
-
 @pytest.mark.parametrize("every", [14, ft.every(epochs=1)])
 @pytest.mark.parametrize("adds", ["the first", "another", ""])
 def test_a_resumed_run_may_have_other_metrics(tmp_path: pathlib.Path, every: Any, adds) -> None:

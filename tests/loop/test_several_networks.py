@@ -1,101 +1,11 @@
-"""A state may be any pytree: two networks that play, a student and the target that follows it."""
+"""A state may be any pytree: a student and the target that follows it."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 import functrain as ft
-
-BATCHES = np.random.default_rng(0).normal(2.0, 0.5, size=(12, 8, 1)).astype(np.float32)
-DATA = ft.ArrayLoader(BATCHES.reshape(-1, 1), 8)
-TXS = {"d": optax.adam(1e-2), "g": optax.sgd(1e-2, momentum=0.9)}
-
-
-def dense(params, x):
-    return jnp.tanh(x @ params["in"]) @ params["out"]
-
-
-def weights(key, inputs):
-    keys = jax.random.split(key)
-    return {
-        "in": jax.random.normal(keys[0], (inputs, 4)),
-        "out": jax.random.normal(keys[1], (4, 1)),
-    }
-
-
-def players():
-    keys = jax.random.split(jax.random.key(0))
-    return {
-        "d": ft.TrainState.create(params=weights(keys[0], 1), tx=TXS["d"]),
-        "g": ft.TrainState.create(params=weights(keys[1], 2), tx=TXS["g"], rng=keys[0]),
-    }
-
-
-def judge(params, model_state, x, labels, *, rng, training):
-    return optax.sigmoid_binary_cross_entropy(dense(params, x), labels).mean(), ft.Aux(model_state)
-
-
-def deceive(params, model_state, d, size, *, rng, training):
-    made = dense(params, jax.random.normal(rng, (size, 2)))
-    loss, _ = judge(d.params, (), made, jnp.zeros((size, 1)), rng=None, training=training)
-    return loss, ft.Aux(model_state, made)
-
-
-def play(states, real):
-    """A GAN's step; returns what `ft.update` does: states, a loss, and an Aux."""
-    d, g = states["d"], states["g"]
-    g, g_loss, aux = ft.update(g, lambda *a, **k: deceive(*a, d, len(real), **k), TXS["g"])
-    both = jnp.concatenate([aux.outputs, real])
-    labels = jnp.concatenate([jnp.ones_like(real), jnp.zeros_like(real)])
-    d, d_loss, _ = ft.update(d, judge, TXS["d"], both, labels)
-    return {"d": d, "g": g}, d_loss, ft.Aux(outputs=aux.outputs, logs={"of": {"g_loss": g_loss}})
-
-
-def gan_step(states, real):
-    states, loss, aux = play(states, real)
-    return states, {"loss": loss, **aux.logs}
-
-
-def same(a, b):
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            x, y = jax.random.key_data(x), jax.random.key_data(y)
-        np.testing.assert_array_equal(x, y)
-
-
-def test_a_fit_of_two_networks_does_not_depend_on_k() -> None:
-    results = [ft.fit(players(), gan_step, DATA, epochs=2, fuse=k, verbose=0) for k in (1, 5, 12)]
-    for state, history in results[1:]:
-        same(state, results[0].state)
-        np.testing.assert_array_equal(history.steps["loss"], results[0].history.steps["loss"])
-    assert int(results[0].state["d"].step) == 24
-
-
-def test_a_step_over_several_networks_carries_metrics() -> None:
-    bias = ft.metrics.mean(lambda outputs, real: outputs - real)
-    made = ft.metrics.Metric(
-        init=bias.init,
-        update=lambda m, batch, aux, loss: bias.update(m, (None, batch), aux, loss),
-        compute=bias.compute,
-    )
-    step = ft.MeteredStep(play, ft.metrics.collection({"bias": made}))
-    states, history = ft.fit(players(), step, DATA, epochs=2, fuse=5, verbose=0)
-    expected, biases = players(), []
-    for _ in range(2):
-        total = 0.0
-        for batch in BATCHES:
-            expected, _, aux = jax.jit(play)(expected, batch)
-            total += float(jnp.mean(aux.outputs - batch))
-        biases.append(total / len(BATCHES))
-    np.testing.assert_allclose(history.epochs["bias"], biases, rtol=1e-5)
-    for a, b in zip(jax.tree.leaves(states["d"].params), jax.tree.leaves(expected["d"].params),
-                    strict=True):  # fmt: skip
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-# A student, and a target that follows it: an average of its weights, which no gradient touches.
 
 TX = optax.sgd(0.1)
 X = np.random.default_rng(1).normal(size=(40, 2)).astype(np.float32)

@@ -71,17 +71,7 @@ def by_run(data: Any, checkpointer: Any, tell: Any) -> str:
     return digest(event.state)
 
 
-def left(data: Any, checkpointer: Any, tell: Any) -> str:
-    """A loop that is left in the chunk in which the signal comes."""
-    for event in ft.run(START, step, data, epochs=EPOCHS, checkpointer=checkpointer, fuse=FUSE):
-        tell(event)
-        if event.step >= 32:
-            os.kill(os.getpid(), signal.SIGTERM)
-            break
-    return "went on"
-
-
-WAYS = {"fit": by_fit, "run": by_run, "left": left}
+WAYS = {"fit": by_fit, "run": by_run}
 
 
 def tell(event: Any) -> None:
@@ -104,9 +94,8 @@ def begun(way: str, folder: pathlib.Path, seconds: float) -> subprocess.Popen[st
         cwd=ROOT,
     )
     assert child.stdout is not None
-    if way != "left":
-        said = child.stdout.readline()
-        assert said == "under way\n", child.communicate()
+    said = child.stdout.readline()
+    assert said == "under way\n", child.communicate()
     return child
 
 
@@ -139,12 +128,6 @@ def test_a_second_sigterm_ends_the_process_at_once(tmp_path: pathlib.Path) -> No
     _, err = child.communicate(timeout=60)
     assert child.returncode == 143, err
     assert ft.Checkpointer(tmp_path).verify() == {}
-
-
-def test_sigterm_is_not_lost_in_a_loop_that_is_left(tmp_path: pathlib.Path) -> None:
-    child = begun("left", tmp_path, 0.0)
-    out, err = child.communicate(timeout=60)
-    assert (child.returncode, out) == (-signal.SIGTERM, "under way\n"), err
 
 
 def trained(checkpointer: Any, *hooks: Any, epochs: int = 2) -> Any:

@@ -93,15 +93,6 @@ def test_a_fused_step_makes_no_implicit_transfer_on_any_device(device, steps) ->
     assert int(expected[0].step) == steps
 
 
-@pytest.mark.parametrize("device", [None, 1])
-def test_a_fit_makes_no_implicit_transfer_on_another_device(device) -> None:
-    state = start() if device is None else jax.device_put(start(), jax.devices()[device])
-    with jax.transfer_guard("disallow"):
-        got = fit(state, None)
-    assert digest(got) == digest(fit(state, None))
-    assert all(x.committed == (device is not None) for x in jax.tree.leaves(got))
-
-
 def test_a_fused_step_within_jit_leaks_no_tracer() -> None:
     fused = ft.fuse(lambda s, b: (s + b.sum(), {}), 7)
     chunk = jnp.ones((7, 2))

@@ -53,20 +53,3 @@ def test_metrics_and_evaluations_need_no_data() -> None:
         float(state.params["w"])
     )
     assert np.isfinite(history.epochs["largest"]).all()
-
-
-def test_one_object_can_be_the_data_and_the_evaluation_data() -> None:
-    data = ft.NoData(5)
-    evaluate = ft.hooks.Evaluate(ft.eval_step(loss_fn), data, every=1)
-    _, history = ft.fit(create(), STEP, data, epochs=2, hooks=[evaluate], verbose=0)
-    np.testing.assert_array_equal(history.steps["loss"], by_hand(10)[1])
-
-
-@pytest.mark.parametrize("data", ["shared", "per_member"])
-def test_members_of_a_population_train_without_data(data) -> None:
-    population = ft.population.create(create, jax.random.key(0), members=3)
-    step = ft.population.step(STEP, data=data)
-    result = ft.fit(population, step, ft.NoData(4), verbose=0).state
-    for i in range(3):
-        alone = ft.fit(population[i], STEP, ft.NoData(4), verbose=0).state
-        np.testing.assert_allclose(result[i].params["w"], alone.params["w"], rtol=1e-6)
