@@ -21,7 +21,6 @@ from functrain.common._warnings import warn as warn
 from functrain.common._wide_integers import is_cheap_to_read as is_cheap_to_read
 from functrain.common._wide_integers import require_integers_fit as require_integers_fit
 from functrain.data._arrays import host_batch as host_batch
-from functrain.data._arrays import require_unmasked as require_unmasked
 from functrain.data._batches import Batches as Batches
 from functrain.data._batches import Chunk as Chunk
 from functrain.data._local import Local as Local

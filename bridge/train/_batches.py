@@ -23,7 +23,6 @@ from functrain.internal import (
     pad_chunk,
     require,
     require_integers_fit,
-    require_unmasked,
     signature,
     stack_batches,
 )
@@ -226,7 +225,9 @@ def keras_batches(
 def _require_numbers(name: str, data: Any) -> None:
     """Raises an error for strings, masked arrays, and integers that jax would truncate."""
     for leaf in keras.tree.flatten(data):
-        require_unmasked(leaf, name)
+        is_masked = isinstance(leaf, np.ma.MaskedArray)
+        advice = "Pass x.filled(0), and weights for what is masked as sample_weight."
+        require(not is_masked, name, "arrays without a mask", leaf, advice, error=TypeError)
         # All other arrays are checked chunk by chunk, since reading them all may take long.
         if isinstance(leaf, np.ndarray) and is_cheap_to_read(leaf):
             require_integers_fit(leaf, name)

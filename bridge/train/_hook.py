@@ -203,7 +203,11 @@ class KerasHook:
         if event.stopped:
             self.is_stopped = True
         if self.kind != "predict":
-            self.logs = self._epoch_logs(event)
+            logs = self._last_logs()
+            # If the data ran out before the epoch, Keras repeats the logs of the last step.
+            if event.position.batch:
+                logs = keras_private.trainer.epoch_logs(self.model, logs)
+            self.logs = dict(logs)
         if self.kind == "train":
             self._end_training_epoch(event)
         self.values.update(event)
@@ -266,14 +270,6 @@ class KerasHook:
         # Several processes run until all of them have agreed to stop.
         if jax.process_count() > 1:
             self.is_stopped = False
-
-    def _epoch_logs(self, event: EpochEnd) -> dict[str, Any]:
-        """Returns the metrics, or the logs of the last step if these have other names."""
-        logs = self._last_logs()
-        # If the data ran out before the epoch, Keras repeats the logs of the last step.
-        if event.position.batch:
-            logs = keras_private.trainer.epoch_logs(self.model, logs)
-        return dict(logs)
 
     def _last_logs(self) -> PyTree:
         """Returns the logs of the last step."""
