@@ -139,13 +139,13 @@ class BatchCallbacks:
         ends = [i for i, events in enumerate(event.batch_info) if events.end is not None]
         if not ends:
             return
-        logs = None
+        logs = {}
         # The outputs of a prediction are large, and the bar does not show them.
         if self._kind != "predict":
-            logs = row_of_step(fetch_rows(event.rows, event.steps), ends[-1])
+            rows = fetch_rows(event.rows, event.steps)
+            logs = keras_private.callbacks.as_floats(row_of_step(rows, ends[-1]))
         for bar in self.bars:
-            end_batch = getattr(bar, self._end_method)
-            end_batch(event.batch_info[ends[-1]].end, logs=keras_private.callbacks.as_floats(logs))
+            getattr(bar, self._end_method)(event.batch_info[ends[-1]].end, logs=logs)
 
     def _logs(self, logs: PyTree, events: BatchEvents) -> PyTree:
         """Returns a step's logs; in `predict`, the outputs of all steps since the last end."""
