@@ -90,11 +90,11 @@ class Event:
         """Returns True if a state was assigned since, or a leaf in one of its containers."""
         if "state" not in self.__dict__:
             return False
-        leaves, structure = jax.tree.flatten(self.state)
-        original_leaves, original_structure = jax.tree.flatten(self._original_state)
+        if _tree.structure(self.state) != _tree.structure(self._original_state):
+            return True
+        leaves, original_leaves = map(jax.tree.leaves, (self.state, self._original_state))
         # By identity: the values need not be ready, and a comparison would wait for them.
-        is_same = all(map(operator.is_, leaves, original_leaves))
-        return not (structure == original_structure and is_same)
+        return not all(map(operator.is_, leaves, original_leaves))
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""
