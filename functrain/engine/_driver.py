@@ -16,14 +16,7 @@ from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_carry, strong
 from functrain.engine._placement import sharding_of_scalars
 from functrain.engine._processes import require_same_program
-from functrain.engine._programs import (
-    TRAINING,
-    Kind,
-    Program,
-    count_on,
-    loop_options,
-    program,
-)
+from functrain.engine._programs import TRAINING, Kind, Program, count_on, loop_options, program
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit_without_arithmetic
 from functrain.step._notes import error_notes
