@@ -247,12 +247,12 @@ def evaluate(
     """
     _checks.require_model(model)
     require_compiled(model)
-    numbers = {"batch_size": batch_size, "steps": steps}
-    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
-    arguments = {"x": x, "y": y, "batch_size": batch_size, "sample_weight": sample_weight}
-    prepared = keras_private.trainer.prepared(model, "evaluate", **arguments, steps=steps)
-    data = prepared.x, prepared.y, prepared.sample_weight
-    batches = keras_batches(model, data, prepared.batch_size, prepared.steps, trains=False)
+    sizes = {"batch_size": batch_size, "steps": steps}
+    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes)
+    data = {"x": x, "y": y, "sample_weight": sample_weight}
+    prepared = keras_private.trainer.prepared(model, "evaluate", **data, **sizes)
+    arrays = prepared.x, prepared.y, prepared.sample_weight
+    batches = keras_batches(model, arrays, prepared.batch_size, prepared.steps, trains=False)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
     logs = run_evaluate(model, batches, callbacks, Options(fuse, rewrites))
     return logs if return_dict else keras_private.trainer.metrics_in_order(model, logs)
@@ -294,10 +294,9 @@ def predict(
       (40, 4)
     """
     _checks.require_model(model)
-    numbers = {"batch_size": batch_size, "steps": steps}
-    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **numbers)
-    arguments = {"x": x, "batch_size": batch_size, "steps": steps}
-    prepared = keras_private.trainer.prepared(model, "predict", **arguments)
+    sizes = {"batch_size": batch_size, "steps": steps}
+    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes)
+    prepared = keras_private.trainer.prepared(model, "predict", x=x, **sizes)
     batches = keras_batches(
         model, (prepared.x, None, None), prepared.batch_size, prepared.steps, trains=False
     )
