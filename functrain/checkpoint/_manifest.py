@@ -23,7 +23,7 @@ import numpy as np
 
 from functrain._version import __version__
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
-from functrain.checkpoint._files import MANIFEST, files_at, is_part
+from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
@@ -67,6 +67,10 @@ def read_manifest(directory: str) -> dict[str, Any]:
                 f"{directory}: expected a checkpoint of format {FORMAT}, got one of format "
                 f"{manifest['format']}, written by functrain {version}. Load it with that version."
             )
+        # A renamed one would be taken for that of another step.
+        step, name = manifest.get("position", {}).get("step"), os.path.basename(directory)
+        if step is not None and is_step_name(name) and int(name) != step:
+            raise ValueError(f"it is the checkpoint of step {step}")
         manifest["values"] = {name: float(x) for name, x in manifest["values"].items()}
     return manifest
 

@@ -13,6 +13,7 @@ import jax
 from functrain.common import _tree
 from functrain.common._checks import is_integer, require
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.data._batches import Batches, Chunk
 from functrain.engine._position import Position
 from functrain.engine._trigger import Trigger, steps_until_due
@@ -20,6 +21,8 @@ from functrain.targets._chips import Chip, machine_memory
 
 FuseArg: TypeAlias = int | Literal["auto"]
 
+# More shapes of batches are probably a mistake.
+MAX_SHAPES = 16
 MAX_STEPS = 128
 MIN_STEPS = 8
 CHUNK_BYTES = 64 * 2**20
@@ -109,6 +112,11 @@ class Plan:
             group = self._groups[signature] = Group(self._choose_k(batch))
             if self.first is None:
                 self.first, self._first_batch = group, batch
+            if len(self._groups) == MAX_SHAPES + 1:
+                warn(
+                    f"data: expected batches of at most {MAX_SHAPES} shapes, got more, and each "
+                    "shape costs a compilation. Pad them to a few, such as powers of two."
+                )
         return self._groups[signature]
 
     def _choose_k(self, batch: PyTree) -> int:

@@ -1,6 +1,7 @@
 """Hooks: functions that a loop calls with its events."""
 
 import contextlib
+import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -94,6 +95,10 @@ def _require_hook(hook: Any, name: str) -> None:
     advice += "to bridge.fit."
     is_hook = callable(hook) and not isinstance(hook, type)
     require(is_hook, name, "a function of one event", hook, advice, error=TypeError)
+    # A call would not run its body.
+    is_run = not (inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook))
+    expected = "a function of one event without async and yield"
+    require(is_run, name, expected, hook, error=TypeError)
     every = getattr(hook, "every", None)
     is_valid = every is None or is_trigger(every)
     expected = f"`every` of {_repr.name(hook)} to be a trigger, such as functrain.every(steps=100)"

@@ -174,7 +174,7 @@ class ChunkEnd(Event):
         call it. The hooks' method `logs` gets an event whose logs have arrived.
         """
         if self._host_logs is None:
-            logs = self._scalar_logs()
+            logs = self.scalar_logs()
             if not logs:
                 # The end of an epoch, and of the run, is when its programs have run.
                 jax.block_until_ready(self._done)
@@ -187,12 +187,12 @@ class ChunkEnd(Event):
 
     def start_copy(self) -> None:
         """Starts to copy the scalar logs to the host, so that `host_logs` waits less later."""
-        for x in self._scalar_logs().values():
+        for x in self.scalar_logs().values():
             # On CPUs the host reads the memory of the device.
             if isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu":
                 x.copy_to_host_async()
 
-    def _scalar_logs(self) -> dict[str, Any]:
+    def scalar_logs(self) -> dict[str, Any]:
         """Returns the logs that are one real number a step, or member and step, on the device."""
         leaves, structure = jax.tree.flatten(self.rows)
         # Making path strings is slow, and they are the same for every chunk.

@@ -10,7 +10,9 @@ import jax
 
 from functrain.common import _tree
 from functrain.common._checks import require_no_problems
+from functrain.common._log_values import SumOfWeights
 from functrain.common._types import PyTree, traits_of
+from functrain.common._warnings import warn
 from functrain.data._batch import example_count
 from functrain.data._batches import Chunk
 from functrain.distributed._stopping import StopAgreement
@@ -83,6 +85,7 @@ class Loop:
         # The values of the last event, and the names of the logs for all events.
         self._last_values = {} if resumed is None else resumed.values
         self._log_names: dict[Any, list[tuple[int, str]]] = {}
+        self._has_warned = False
 
     @property
     def state(self) -> PyTree:
@@ -155,15 +158,30 @@ class Loop:
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
-        return ChunkEnd(
+        count = example_count(chunk.batches, 1 + traits_of(self.step).example_axis())
+        event = ChunkEnd(
             **self._event_fields(),
             steps=chunk.steps,
-            # Batches whose arrays share no axis of examples have equal weights.
-            examples=example_count(chunk.batches, 1 + traits_of(self.step).example_axis()) or 1,
+            examples=1 if count is None else count,
             rows=rows,
             batch_info=chunk.batch_info,
             _done=self.driver.done,
             _log_names=self._log_names,
+        )
+        # Keras weights batches by their first input.
+        if count is None and self.plan.latest is not self.plan.first and not self.like_keras:
+            self._warn_of_equal_weights(event)
+        return event
+
+    def _warn_of_equal_weights(self, event: ChunkEnd) -> None:
+        """Warns once that batches of several shapes have equal weights, if the loss has none."""
+        if self._has_warned or any(isinstance(x, SumOfWeights) for x in event.scalar_logs()):
+            return
+        self._has_warned = True
+        warn(
+            f"{self.batches.name}: expected batches whose arrays share the axis of examples, got "
+            "several shapes that do not, so every batch counts once in the means of an epoch. Let "
+            "the loss return the number that it was divided by, Aux(model_state, weight=number)."
         )
 
     def _end_epoch(self, steps_taken: int, is_stopped: bool) -> Generator[Event, None, bool]:

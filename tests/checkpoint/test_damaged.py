@@ -136,6 +136,27 @@ def test_all_damaged_is_an_error_that_says_of_each_what_is_wrong(saved: ft.Check
         assert sorted(saved.verify()) == [1, 2]
 
 
+def test_steps_that_were_renamed_are_damaged_wherever_they_are_read(tmp_path) -> None:
+    with ft.Checkpointer(tmp_path, keep=None) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save({"x": jnp.full(3, step)}, step)
+    one, three = tmp_path / f"{1:012d}", tmp_path / f"{3:012d}"
+    one.rename(tmp_path / "moved")
+    three.rename(one)
+    (tmp_path / "moved").rename(three)
+    like = {"x": jnp.zeros(3, jnp.int32)}
+    with pytest.raises(CheckpointCorruptError, match="it is the checkpoint of step 1"):
+        checkpoints.restore(like, step=3)
+    assert sorted(checkpoints.verify()) == [1, 3]
+    with pytest.warns(UserWarning, match="Passed over"):
+        assert checkpoints.restore(like).position.step == 2
+    with pytest.warns(UserWarning, match="Passed over"):
+        assert ft.warm_start(like, tmp_path).state["x"].tolist() == [2, 2, 2]
+    with pytest.raises(CheckpointCorruptError, match="of step 1"):
+        ft.load(three, like)
+    assert ft.load(three.rename(tmp_path / "best"), like)["x"].tolist() == [1, 1, 1]
+
+
 @contextlib.contextmanager
 def as_nobody(directory: pathlib.Path) -> Iterator[None]:
     """Owns a directory without the rights of root, who may read what has mode 0."""

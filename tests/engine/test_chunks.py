@@ -56,6 +56,14 @@ def batches(*lengths: int) -> list[np.ndarray]:
     return [np.arange(a, a + n, dtype=np.float32) for a, n in zip(starts, lengths, strict=False)]
 
 
+def test_many_shapes_are_warned_of_once() -> None:
+    with pytest.warns(UserWarning, match="data: expected batches of at most 16 shapes") as warnings:
+        sizes(Feed(batches(*range(1, 30)), 2))
+    assert len(warnings) == 1
+    # Warnings are errors in tests.
+    sizes(Feed(batches(*range(1, 17)), 2))
+
+
 @pytest.mark.parametrize("as_loader", [True, False])
 def test_k_steps_at_a_time_then_what_is_left_then_the_smaller_batch(as_loader) -> None:
     data = ft.ArrayLoader(np.arange(23), 3) if as_loader else batches(3, 3, 3, 3, 3, 3, 3, 2)

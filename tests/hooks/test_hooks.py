@@ -132,6 +132,14 @@ def test_values_that_are_no_numbers_are_refused_by_name(value) -> None:
         fit(add, epochs=1)
 
 
+async def coroutine(event):
+    raise AssertionError
+
+
+def generator(event):
+    yield event
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -139,6 +147,8 @@ def test_values_that_are_no_numbers_are_refused_by_name(value) -> None:
         (lambda path: ft.hooks.CSVLogger, "got .*CSVLogger.* Pass an object and no class"),
         (ft.Checkpointer, "got Checkpointer.*a Checkpointer as checkpointer="),
         (keras.callbacks.CSVLogger, r"got .*CSVLogger.* callbacks of Keras to bridge\.fit"),
+        (lambda path: coroutine, "without async and yield, got .*coroutine"),
+        (lambda path: ft.every(steps=2)(generator), "without async and yield, got .*generator"),
     ],
 )
 def test_what_is_no_hook_is_refused_by_place(tmp_path, make, words) -> None:

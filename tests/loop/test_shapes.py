@@ -91,6 +91,21 @@ def test_a_transform_may_make_batches_of_several_shapes() -> None:
         np.testing.assert_array_equal(own.epochs["loss"], history.epochs["loss"])
 
 
+@pytest.mark.parametrize("keeps", [np.s_[:0], [0, 0, 1, 1, 1]])
+def test_means_count_the_examples_that_a_transform_returns(keeps: Any) -> None:
+    y = np.arange(22, dtype=np.float32)
+    # The first batches keep all of their examples.
+    change = lambda y, rng: y if y[0] < 8 else y[keeps] if len(y) == 4 else y[:1]  # noqa: E731
+    loader = ft.ArrayLoader(y, 4, transform=change)
+    seen = np.concatenate(list(loader)).astype(np.float64)
+
+    def step(state: Any, y: jax.Array) -> Any:
+        return state, {"loss": jnp.sum(y) / max(len(y), 1)}
+
+    history = ft.fit(jnp.zeros(()), step, loader, verbose=0).history
+    np.testing.assert_allclose(history.epochs["loss"], [seen.mean()], rtol=1e-6)
+
+
 @pytest.mark.parametrize("order", LENGTHS)
 def test_measures_and_predictions_are_those_of_jitted_functions(order: str) -> None:
     state, batches = create(), data(order)
@@ -184,13 +199,17 @@ def test_a_table_in_a_batch_needs_the_number_that_the_loss_was_divided_by(name: 
     weighted = ft.train_step(weighted_loss, optax.sgd(0.0))
     history = ft.fit(PLAIN, weighted, batches, verbose=0).history
     assert history.epochs["loss"][0] == pytest.approx(1.2)
+    plain = ft.train_step(table_loss, optax.sgd(0.0))
+    with pytest.warns(UserWarning, match="every batch counts once in the means") as warnings:
+        ft.fit(PLAIN, plain, batches, epochs=2, verbose=0)
+    assert len(warnings) == 1
     # Labels have one row for each example.
     labelled = ft.eval_step(
         lambda *args, **how: (table_loss(*args, **how)[0], ft.Aux((), labels=args[2]["x"]))
     )
     assert ft.evaluate(PLAIN, labelled, batches)["loss"] == pytest.approx(1.2)
     # Batches of one size have equal weights, whatever their number of examples is.
-    ft.fit(PLAIN, ft.train_step(table_loss, optax.sgd(0.0)), batches[:1] * 3, verbose=0)
+    ft.fit(PLAIN, plain, batches[:1] * 3, verbose=0)
 
 
 @pytest.mark.parametrize(
@@ -220,3 +239,18 @@ def test_a_weakly_typed_state_is_one_of_its_dtype(new: Any, jit: bool) -> None:
         expected, _ = jax.lax.scan(lambda s, _: (new(s), None), start, None, length=3)
         state = ft.fit(start, lambda s, b: (new(s), {}), ft.NoData(3), verbose=0, jit=jit).state
         assert (state, state.dtype) == (expected, expected.dtype)
+
+
+@pytest.mark.parametrize("unroll", [1, 3])
+def test_fuse_promotes_a_weakly_typed_state_as_scan_does(unroll: int) -> None:
+    def step(state: Any, x: Any) -> Any:
+        return state * 2 + x, {"state": state}
+
+    xs = jnp.arange(3.0)
+    for start in (jnp.asarray(1), jnp.asarray(1.0), jnp.float32(1)):
+        expected, logs = jax.lax.scan(step, start, xs)
+        state, rows = ft.fuse(step, 3, unroll=unroll)(start, xs)
+        assert (float(state), state.dtype) == (float(expected), expected.dtype)
+        assert rows["state"].tolist() == logs["state"].tolist()
+    with pytest.raises(TypeError, match=r"expected int32\[\], got float32\[\]"):
+        ft.fuse(step, 3)(jnp.int32(1), xs)
