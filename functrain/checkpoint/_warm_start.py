@@ -18,6 +18,7 @@ from functrain.checkpoint._manifest import STATE
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
 
@@ -159,6 +160,7 @@ def warm_start(
                 )
             specs = {path: arrays.specs[name] for path, name in loaded.items()}
             _require_same_specs(file, specs, leaves, cast)
+            _warn_of_torch_matrices(file, loaded, leaves)
             _require_values({path: leaves[path] for path in _without(leaves, loaded)})
             new_leaves = dict(leaves)
             # One by one, so that the buffers of the file exist for one leaf at a time.
@@ -280,6 +282,21 @@ def _require_same_specs(
         "unchanged: skip= their paths.",
         error=CheckpointMismatchError,
     )
+
+
+def _warn_of_torch_matrices(
+    source: str, loaded: Mapping[str, str], leaves: Mapping[str, Any]
+) -> None:
+    """Warns if square matrices under PyTorch's name become kernels, which are its transposes."""
+    # The shape of any other one differs from that of its transpose, which is an error.
+    for path, name in loaded.items():
+        is_square = leaves[path].ndim > 1 and len(set(leaves[path].shape)) == 1
+        if is_square and name.endswith(".weight") and path.endswith("/kernel"):
+            warn(
+                f"{source}: {name} was taken as {path}. PyTorch stores [outputs, inputs], but a "
+                "kernel is [inputs, outputs]: transpose the matrices of PyTorch in the file."
+            )
+            return
 
 
 def _require_values(leaves: Mapping[str, Any]) -> None:

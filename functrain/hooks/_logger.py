@@ -1,6 +1,7 @@
 """The base class of loggers, which write lines in order without waiting for the device."""
 
 import contextlib
+import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ class Logger:
         # Lines of values that hooks have added; the logs of their steps come one program later.
         self._pending_lines: list[Line] = []
         self._has_warned = False
+        # The file that is open, if there is one.
+        self.file: pathlib.Path | None = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.resume_key})"
@@ -94,6 +97,9 @@ class Logger:
         lines, self._pending_lines = self._pending_lines, []
         if lines:
             with self._warn_of_errors():
+                if self.file is not None and not self.file.exists():
+                    warn(f"{self.file}: the file of this log was removed during the run.")
+                    self.end()
                 self.write(lines)
 
     def close(self) -> None:

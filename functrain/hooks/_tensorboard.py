@@ -87,6 +87,7 @@ class TensorBoard(Logger):
         suffix = f".{time.time_ns()}"
         writer = self._tensorboardx.event_file_writer.EventsWriter
         self._writer = writer(str(self.directory / "events"), suffix)
+        self.file = next(self.directory.glob(f"events.*{suffix}"))
         # A session start makes readers drop the events that they have read from this step on.
         session_log = self._tensorboardx.proto.event_pb2.SessionLog
         self._event(first_step, session_log=session_log(status=session_log.START))
@@ -121,5 +122,6 @@ class TensorBoard(Logger):
     def end(self) -> None:
         """Closes the file."""
         writer, self._writer, self._last_lines = self._writer, None, []
+        self.file = None
         if writer is not None:
             writer.close()

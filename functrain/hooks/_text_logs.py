@@ -48,6 +48,7 @@ class TextLogger(Logger):
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
+        self.file = self.path
 
     def _kept_lines(self) -> Iterator[str]:
         """Yields the lines that stay in the file."""

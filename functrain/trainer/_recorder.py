@@ -16,6 +16,8 @@ from functrain.common._log_values import (
     to_floats,
     to_values,
 )
+from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._finite import LossWatch
 from functrain.trainer._history import History
@@ -63,6 +65,7 @@ class Recorder:
         if not self._has_steps:
             self._has_steps = True
             self.first_steps_seconds = time.perf_counter() - self._start_time
+            _warn_of_complex(event.rows)
         # In the order in which the history and the progress report show them. Copies: a view would
         # keep device buffers alive.
         logs = {name: logs[name].copy() for name in sorted(logs, key=_rank)}
@@ -188,6 +191,13 @@ class Recorder:
                 weights = _weights(name, rows, examples, is_reported)
                 means[name] = to_floats(_mean(name, x.astype(np.float64), weights))
         return means
+
+
+def _warn_of_complex(rows: PyTree) -> None:
+    """Warns of logs that are complex numbers, which a history leaves out."""
+    names = [name for name, x in _tree.leaves_with_path(rows) if np.iscomplexobj(x)]
+    if names:
+        warn(f"logs: expected real numbers, got complex {names}. Log jnp.real(x) and jnp.imag(x).")
 
 
 class _Part(NamedTuple):

@@ -3,6 +3,7 @@
 import os
 import pickle
 import sys
+import warnings
 import zipfile
 
 import h5py
@@ -165,3 +166,17 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'functrain\[safetensors\]'"):
         ft.warm_start({"x": np.ones(2)}, path)
+
+
+@pytest.mark.parametrize("name", ["kernel", "weight"])
+@pytest.mark.parametrize("shape", [(3, 3), (3, 2), (3,)])
+def test_square_matrices_of_torch_warn_where_kernels_are_transposed(tmp_path, name, shape) -> None:
+    array = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    path = write_safetensors(tmp_path / "torch.safetensors", {"body.0.weight": array})
+    state = {"dense": {name: jnp.zeros(shape)}}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warm = ft.warm_start(state, path, rename=lambda _: f"dense/{name}")
+    is_ambiguous = name == "kernel" and shape == (3, 3)
+    assert ["[inputs, outputs]" in str(each.message) for each in caught] == [True] * is_ambiguous
+    np.testing.assert_array_equal(warm.state["dense"][name], array)

@@ -278,3 +278,19 @@ def test_loggers_do_not_hide_that_nobody_provides_a_value(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"monitor: expected one of .* got 'val_los'") as caught:
         fit(*watching, *loggers, ft.hooks.EarlyStopping("val_los", mode="min"))
     assert not hasattr(caught.value, "fit_result")
+
+
+@pytest.mark.parametrize("logger", [ft.hooks.TensorBoard, ft.hooks.CSVLogger, ft.hooks.JSONLines])
+def test_a_log_that_is_removed_during_the_run_is_told_and_goes_on(logger, tmp_path) -> None:
+    is_folder = logger is ft.hooks.TensorBoard
+
+    @ft.at(10)
+    def remove(event: Any) -> None:
+        next(tmp_path.iterdir()).unlink()
+
+    log = logger(tmp_path if is_folder else tmp_path / "log", every=1)
+    with pytest.warns(UserWarning, match="log was removed during the run") as told:
+        fit(log, remove, epochs=1, fuse=5)
+    assert len(told) == 1
+    (path,) = tmp_path.iterdir()
+    assert b"loss" in path.read_bytes()

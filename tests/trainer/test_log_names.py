@@ -160,11 +160,12 @@ def test_two_logs_of_one_path_are_refused(logs, jit) -> None:
         ft.fit(jnp.zeros(()), step, [np.ones(2)], verbose=0, jit=jit)
 
 
-def test_complex_logs_are_left_out() -> None:
+def test_complex_logs_are_left_out_with_a_warning() -> None:
     def step(state, batch):
-        return state, {"z": state + 2j, "loss": state}
+        return state, {"z": state + 2j, "loss": state, "key": jax.random.key(0)}
 
-    _, history = ft.fit(jnp.zeros(()), step, [np.ones(2)], verbose=0)
+    with pytest.warns(UserWarning, match=r"expected real numbers, got complex \['z'\].*jnp\.real"):
+        _, history = ft.fit(jnp.zeros(()), step, [np.ones(2)], verbose=0)
     assert list(history.epochs) == ["loss", "seconds"]
 
 
