@@ -3,7 +3,7 @@
 import functools
 import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -22,12 +22,16 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
       fetched: Number of batches fetched from the current pass.
       random_state: What `random_state` returned when the first of them was fetched.
       pass_number: The `adapter_epoch` at that time.
+      before_fetch: Called with the number of the first batch of a chunk, before it is fetched.
+      missing: The number of a batch that was begun, only to find that the data have run out.
     """
 
     arrays: "ArrayBatches | None" = None
     fetched = 0
     random_state: Any = None
     pass_number: int | None = None
+    before_fetch: Callable[[int], None] | None = None
+    missing: int | None = None
 
     def batch_of(self, item: Any) -> Any:
         """Returns the batch of an item that the iterator over batches has yielded."""

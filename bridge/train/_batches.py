@@ -61,12 +61,15 @@ class KerasBatches(Batches):
         self.arrays: keras_private.data.ArrayBatches | None = epochs.arrays
         self.steps, self.full_steps = epochs.num_batches, keras_private.data.full_batches(epochs)
         self._items: Lookahead[KerasBatch] = Lookahead(())
+        # True while the first batch of a chunk is fetched.
+        self._fetches_first = False
         self._epoch_position: dict[str, Any] = {"fetched": 0}
         self._resume_state: dict[str, Any] | None = None
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins the next epoch; after `restore`, continues it at a batch."""
         self._epoch_position = keras_private.data.epoch_position(self.data)
+        self.data.missing = None
         items = self._with_events()
         if self._resume_state is not None and batch:
             items = self._skip(items, batch, self._resume_state)
@@ -75,7 +78,9 @@ class KerasBatches(Batches):
 
     def peek(self) -> PyTree | None:
         """Fetches the next batch and returns its shapes; None at the end of the epoch."""
+        self._fetches_first = not self._items.has_next
         item = self._items.peek()
+        self._fetches_first = False
         if item is None or self.arrays is None:
             return None if item is None else item.content
         return self.arrays.shapes(_count(item.content))
@@ -151,6 +156,8 @@ class KerasBatches(Batches):
         epochs = self.data
         with epochs.catch_stop_iteration():
             for begin, end, iterator in epochs:
+                if self._fetches_first and epochs.before_fetch is not None:
+                    epochs.before_fetch(begin)
                 contents = map(self._host_batch, iterator) if self.arrays is None else iterator
                 group = list(itertools.islice(contents, epochs.steps_per_execution))
                 last = len(group) - 1
@@ -158,6 +165,7 @@ class KerasBatches(Batches):
                     events = BatchEvents(None if i else begin, end if i == last else None)
                     yield KerasBatch(content, events)
                 if not group:
+                    epochs.missing = begin
                     # catch_stop_iteration waits for this to give Keras's warning.
                     raise StopIteration
 

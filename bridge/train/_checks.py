@@ -1,5 +1,6 @@
 """Checks of the arguments of fit, evaluate and predict, before the first callback and step."""
 
+import numbers
 from typing import Any
 
 import jax
@@ -66,7 +67,8 @@ def require_arguments(
     """
     require_fuse(fuse)
     resolve_mode(rewrites)
-    require_one_of("verbose", verbose, ("auto", 0, 1, 2))
+    is_number = isinstance(verbose, numbers.Integral)
+    require_one_of("verbose", int(verbose) if is_number else verbose, ("auto", 0, 1, 2))
     advice = "A generator of batches goes into x, and yields (inputs, targets)."
     require(x is not None, "x", "arrays, a dataset, a loader or a generator", x, advice)
     for name, number in counts.items():

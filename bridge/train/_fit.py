@@ -1,6 +1,8 @@
 """fit, evaluate and predict: replacements for the methods of a Keras model."""
 
 import contextlib
+import functools
+import types
 from typing import Any
 
 import jax
@@ -176,8 +178,12 @@ def fit(
     evaluation: Evaluation | None = None
     if validation_data is not None:
         size, steps = validation_batch_size or prepared.batch_size, prepared.validation_steps
-        validation = _checks.validation_batches(model, validation_data, size, steps, batches)
-        evaluation = Evaluation(model, validation, validation_freq, options)
+        arguments = model, validation_data, size, steps, batches
+        make = functools.cache(functools.partial(_checks.validation_batches, *arguments))
+        # As in Keras, a generator is not asked for a batch before the first evaluation.
+        if not isinstance(validation_data, types.GeneratorType):
+            make()
+        evaluation = Evaluation(model, make, validation_freq, options)
     callbacks = prepared.callbacks
     _checks.require_fit(model, callbacks, has_checkpointer=checkpointer is not None)
     with contextlib.ExitStack() as stack:

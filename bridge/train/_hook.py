@@ -73,8 +73,12 @@ class KerasHook:
         receivers += [self.calls.show_progress] if self.calls.bars else []
         self.late_logs = LateLogs(*receivers)
         self.values = ModelValues(model, kind)
-        self.finalizes = True
+        self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
+        # True once the first batch of the next chunk has begun, which comes before it is fetched.
+        self._has_begun_batch = False
+        self._steps_until_action: int | None = None
+        batches.data.before_fetch = self._begin_batch
         self._last_chunk: ChunkEnd | None = None
         # The steps taken since the end of an execution, of `steps_per_execution` steps.
         self._steps_in_execution = 0
@@ -120,7 +124,9 @@ class KerasHook:
             # A callback stopped the run before the first batch. Keras checks that only after its
             # first program, of `steps_per_execution` steps.
             return step + execution
-        steps = self.calls.steps_until_action()
+        steps = self._steps_until_action
+        if not self._has_begun_batch:
+            steps = self.calls.steps_until_action()
         if self._steps_in_execution and not self.calls.fusible:
             # A chunk has ended within an execution, as for a save. The next one ends with it.
             steps = 1
@@ -154,8 +160,13 @@ class KerasHook:
         Returns:
           False if a program failed, which had consumed the values.
         """
+        # The function refers to this object, which refers to the batches.
+        self.batches.data.before_fetch = None
         last = run.last_complete_state()
-        return self.values.restore(None if last is None else last[0])
+        is_whole = self.values.restore(None if last is None else last[0])
+        if is_whole:
+            self._finalize()
+        return is_whole
 
     def _begin_epoch(self, event: EpochBegin) -> None:
         self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
@@ -181,8 +192,18 @@ class KerasHook:
         self.values.push(event.state)
         memory.restore_callbacks()
 
+    def _begin_batch(self, batch: int) -> None:
+        """Calls the callbacks that begin a batch, before it is fetched, as in Keras."""
+        # Read before, since TensorBoard counts the batches that have begun.
+        self._steps_until_action = self.calls.steps_until_action()
+        self.calls.begin_batch(batch)
+        self._has_begun_batch = True
+
     def _begin_chunk(self, event: ChunkBegin) -> None:
-        self.calls.begin_batch(event.chunk.batch_info[0].begin)
+        # The first batch of a chunk has been fetched already if its shape ended the chunk before.
+        if not self._has_begun_batch:
+            self.calls.begin_batch(event.chunk.batch_info[0].begin)
+        self._has_begun_batch = False
         # As in Keras, weights that a callback sets when a batch begins are those of its step.
         self.values.pull(event)
 
@@ -202,6 +223,10 @@ class KerasHook:
         # Another process may have stopped the run.
         if event.stopped:
             self.is_stopped = True
+        # Keras begins a batch before it finds out that the data have run out.
+        if not self._has_begun_batch:
+            self.calls.begin_batch(self.batches.data.missing)
+        self._has_begun_batch = False
         if self.kind != "predict":
             logs = self._last_logs()
             # If the data ran out before the epoch, Keras repeats the logs of the last step.
@@ -257,12 +282,17 @@ class KerasHook:
         # callback evaluates or predicts.
         if self.memory is not None:
             self.values.push(copy_arrays(self.values.read()))
-        if self.finalizes and isinstance(self.model.optimizer, keras.optimizers.Optimizer):
-            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
+        self._finalize()
         self.callbacks.on_train_end(logs=self.logs)
         # Other final values are saved beside the state from which a longer fit continues.
         if self.memory is not None:
             self.values.update(event)
+
+    def _finalize(self) -> None:
+        """Overwrites the weights with the optimizer's averages after a fit, once, as Keras does."""
+        is_due, self.finalizes = self.finalizes, False
+        if is_due and isinstance(self.model.optimizer, keras.optimizers.Optimizer):
+            self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
 
     def _stop_if_asked(self, event: Event) -> None:
         """Stops the run if a callback has asked for it, and not taken that back since."""

@@ -1,7 +1,7 @@
 """Runs of a model's own steps in functrain's loop, with Keras's state, batches and callbacks."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -44,13 +44,13 @@ class Evaluation(NamedTuple):
 
     Args:
       model: The model.
-      batches: The data to evaluate on. As in Keras, they are made once for all evaluations.
+      batches: Returns the data to evaluate on, the same for all evaluations, as in Keras.
       freq: Number of epochs between evaluations, or a list of epochs, counted from 1.
       options: The options of the fit.
     """
 
     model: keras.Model
-    batches: Batches
+    batches: Callable[[], Batches]
     freq: Any
     options: Options
 
@@ -62,7 +62,7 @@ class Evaluation(NamedTuple):
 
     def run(self, callbacks: Any) -> dict[str, Any]:
         """Evaluates and returns the metrics. As in Keras, the progress bar is not shown."""
-        return run_evaluate(self.model, self.batches, callbacks, self.options, quiet=True)
+        return run_evaluate(self.model, self.batches(), callbacks, self.options, quiet=True)
 
 
 def run_fit(

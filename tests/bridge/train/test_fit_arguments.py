@@ -267,7 +267,7 @@ def test_a_rate_can_be_set_if_it_is_a_number_and_no_schedule(callback: Any) -> N
         *[("fit", {"batch_size": size}) for size in (0, 200, np.int32(7))],
         ("fit", {"validation_data": (X, Y), "validation_steps": np.int64(1)}),
         ("fit", {"validation_data": (X, Y), "validation_batch_size": 0}),
-        ("evaluate", {"steps": np.int64(2)}),
+        ("evaluate", {"steps": np.int64(2), "verbose": np.int64(0)}),
         ("predict", {"batch_size": 200, "steps": 0}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),

@@ -2,7 +2,7 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -182,6 +182,57 @@ def test_the_model_has_its_values_after_an_error_of_a_callback(
     assert int(model.optimizer.iterations) == steps[-1]
     assert all(np.isfinite(x).all() for x in values(model))
     model.evaluate(X, Y, verbose=0)
+
+
+def test_averaged_weights_are_in_the_model_after_an_error_as_in_keras() -> None:
+    models = []
+    for way in (bridge.fit, keras.Model.fit):
+        model = fresh(optimizer=keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
+        with pytest.raises(BrokenError):
+            fit(model, way, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=raises)])
+        models.append(model)
+    assert_same(*models)
+
+
+class Order(keras.callbacks.Callback):
+    """Writes down which methods are called, and which batches are fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(f"begin {batch}")
+        np.random.normal()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.seen.append(f"end {batch}")
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self.seen.append("evaluate")
+
+    def batches(self, name: str) -> Iterator[Any]:
+        for i, size in enumerate([8, 8, 6, 6, 8]):
+            self.seen.append(f"fetch {name} {i}")
+            # The batch depends on what callbacks have drawn.
+            yield X[:size] * np.random.normal(), Y[:size]
+
+
+@pytest.mark.parametrize("more", [{}, {"steps_per_epoch": 2, "epochs": 2}, {"epochs": 2}], ids=str)
+@pytest.mark.parametrize("execution", [1, 2])
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_batches_are_fetched_after_they_begin_as_in_keras(more: Any, execution: int) -> None:
+    runs = []
+    for way, exact in ((bridge.fit, {"rewrites": "exact"}), (keras.Model.fit, {})):
+        order, model = Order(), fresh(steps_per_execution=execution)
+        evaluated = {"validation_data": order.batches("validation"), "validation_steps": 2}
+        options = {"verbose": 0, "shuffle": False, "callbacks": [order], **evaluated, **more}
+        np.random.seed(0)
+        way(model, order.batches("x"), **options, **exact)
+        runs.append((order.seen, model))
+    (ours, model), (theirs, keras_model) = runs
+    assert ours == theirs
+    assert_same(model, keras_model)
 
 
 @EACH_USE
