@@ -50,9 +50,9 @@ def repeat(
     first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
     # One trace serves the checks, the shapes of the rows and the loop.
     run_weak, (new_carry, outputs) = _stage(body, carry, first)
-    promoted = _promote_weak(carry, new_carry)
-    if promoted is not carry:
-        carry = promoted
+    has_structure = _tree.structure(carry) == _tree.structure(new_carry)
+    if has_structure and _tree.differences(carry, new_carry):
+        carry = jax.tree.map(_promote_weak, carry, new_carry)
         run_weak, (new_carry, outputs) = _stage(body, carry, first)
     check_carry(carry, new_carry)
     carry = strong(carry)
@@ -170,19 +170,10 @@ def strong(tree: PyTree) -> PyTree:
     return jax.tree.map(to_strong, tree)
 
 
-def _promote_weak(carry: PyTree, new_carry: PyTree) -> PyTree:
-    """Returns a carry with the new dtypes of its weakly typed leaves, as `lax.scan` does.
-
-    The same object is returned if they have these dtypes already.
-    """
-    structure = _tree.structure(carry)
-    if structure != _tree.structure(new_carry):
-        return carry
-    leaves, is_promoted = jax.tree.leaves(carry), False
-    for i, (old, new) in enumerate(zip(leaves, jax.tree.leaves(new_carry), strict=True)):
-        if jax.typeof(old).weak_type and old.dtype != new.dtype:
-            leaves[i], is_promoted = lax.convert_element_type(old, new.dtype), True
-    return jax.tree.unflatten(structure, leaves) if is_promoted else carry
+def _promote_weak(old: Any, new: Any) -> Any:
+    """Returns a leaf of the carry; one of a weak type with the new dtype, as `lax.scan` does."""
+    is_weaker = jax.typeof(old).weak_type and old.dtype != new.dtype
+    return lax.convert_element_type(old, new.dtype) if is_weaker else old
 
 
 def check_carry(old: PyTree, new: PyTree) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from functrain.checkpoint._files import Disk
+from functrain.common._checks import require
 from functrain.common._paths import absolute_path
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Every, Trigger, as_trigger
@@ -45,7 +46,10 @@ class TextLogger(Logger):
 
         Raises:
           OSError: The file cannot be written.
+          ValueError: It is a pipe.
         """
+        # Reading its lines would wait for ever.
+        require(not self.path.is_fifo(), "path", "a file", "a pipe")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
         self.file = self.path

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 import types
 from typing import Any
@@ -294,3 +295,9 @@ def test_a_log_that_is_removed_during_the_run_is_told_and_goes_on(logger, tmp_pa
     assert len(told) == 1
     (path,) = tmp_path.iterdir()
     assert b"loss" in path.read_bytes()
+
+
+def test_a_pipe_is_refused_before_the_run(tmp_path) -> None:
+    os.mkfifo(tmp_path / "log")
+    with pytest.raises(ValueError, match="path: expected a file, got 'a pipe'"):
+        fit(ft.hooks.JSONLines(tmp_path / "log"))
