@@ -10,9 +10,10 @@ from bridge.model import _variables
 from bridge.model._from_keras import require_built
 from bridge.optim._constraints import applies_constraints
 from bridge.optim._optimizers import inner_optimizer, origin
+from bridge.optim._slots import KerasOptState
 from bridge.state import _transfer
 from functrain import TrainState
-from functrain.internal import PyTree, require_one_of, warn
+from functrain.internal import PyTree, require, require_one_of, warn
 from functrain.internal import tree as _tree
 
 
@@ -50,7 +51,8 @@ def create_state(
     Raises:
       TypeError: `model` is not a Keras layer, or `rng` is not a single typed key.
       ValueError: `model` is not built; `optimizer` is none of these words; or its optimizer's slots
-        are required, and the state of `tx` cannot hold them.
+        are required, and the state of `tx` cannot hold them; or the model has float8 scales, and
+        `tx` is a Keras optimizer that accumulates gradients.
 
     Examples:
       >>> import keras, optax
@@ -64,6 +66,12 @@ def create_state(
     layout = _variables.layout(model)
     params, model_state = _variables.values(layout)
     state = TrainState.create(params=params, model_state=model_state, tx=tx, rng=rng)
+    slots = [name for node in _tree.nodes(state.opt_state, KerasOptState) for name in node.slots]
+    # Keras takes the largest scale of the steps between two updates, which only its `fit` knows.
+    accumulates = "accumulated_gradients" in slots and _variables.OVERWRITTEN in model_state
+    expected = "no gradient_accumulation_steps with float8 scales"
+    advice = "Use functrain.micro_batches, or bridge.fit."
+    require(not accumulates, "tx", expected, tx, advice)
     if optimizer == "require" or (optimizer == "auto" and _is_compiled_optimizer(tx, model)):
         opt_state, step = _transfer.from_optimizer(state.opt_state, model)
         # A program may donate the state, and the optimizer still needs its own counter.

@@ -32,9 +32,9 @@ def warm_start(
     Works as `functrain.warm_start` does, and translates Keras's names (``layers/dense_1/vars/0``)
     to paths in the state (``params/head/kernel``). Layers are matched by their names, which Keras
     notes in the file, and layers in attributes by the attribute. Layers that Keras named itself
-    (`dense_1`) are matched in their order if the file has as many of their class, and are missing
-    otherwise. Only the weights of a `.keras` file are read: no layer is built from it, and no
-    Lambda runs.
+    (`dense_1`) are matched in their order if those of a class in the file have the same numbers, or
+    numbers that differ by a constant, and are missing otherwise. Only the weights of a `.keras`
+    file are read: no layer is built from it, and no Lambda runs.
 
     Args:
       state: From `create_state`; or any state with such paths.
@@ -90,8 +90,8 @@ def _stable_names(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, 
 
     Keras names the group of a layer in a list after its class and its position, ``layers/dense_1``,
     and notes the layer's own name there, which replaces it here. A name that Keras made of the
-    class, such as `dense_4`, counts the layers of a process: here it is the number of the layer
-    among those of its class and list, and their total, ``dense 0 of 2``.
+    class, such as `dense_4`, counts the layers of a process: here it is counted from the first of
+    its class and list, beside the numbers of all of these, ``dense 0 of 0, 1``.
 
     Args:
       names: The names of the arrays.
@@ -112,8 +112,11 @@ def _stable_names(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, 
             own_names[group] = name
     for kind, members in unnamed.items():
         cls = kind.rpartition("/")[2]
-        for i, (_, group) in enumerate(sorted(members)):
-            own_names[group] = f"{cls} {i} of {len(members)}"
+        numbers = sorted(number for number, _ in members)
+        # Names with other gaps, such as a user's own `dense_2`, do not tell which layer is which.
+        places = ", ".join(str(number - numbers[0]) for number in numbers)
+        for number, group in members:
+            own_names[group] = f"{cls} {number - numbers[0]} of {places}"
 
     def stable_name(name: str) -> str:
         parts = name.split("/")

@@ -165,3 +165,9 @@ def test_a_frozen_layer_keeps_its_scales_as_in_keras() -> None:
     after = scales(model)
     for path, value in before.items():
         assert np.array_equal(value, after[path]) == path.startswith("a/")
+
+
+def test_a_keras_optimizer_that_accumulates_is_refused() -> None:
+    tx = bridge.optimizer(K.Adam(gradient_accumulation_steps=2))
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps.*micro_batches"):
+        bridge.create_state(net(), tx)
