@@ -79,7 +79,7 @@ def leave(way: str, process: int, directory: str) -> None:
     if way == "break":
         loop(process, lambda event: True, checkpointer=checkpointer)
         time.sleep(1000)
-    watchdog = ft.hooks.Watchdog(4)
+    watchdog = ft.hooks.Watchdog(2)
     hooks = [watchdog, act] if way == "hang" else [act]
     ft.fit(
         jnp.zeros(()),
