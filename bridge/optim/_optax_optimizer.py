@@ -14,7 +14,13 @@ from bridge.model._names import Path, free
 from bridge.model._variables import arrays, get_at, nest
 from bridge.optim import _plain_data
 from bridge.optim._schedules import schedule
-from bridge.optim._slots import Role, roles_of_leaves
+from bridge.optim._slots import (
+    Role,
+    from_plain_array,
+    key_impl,
+    roles_of_leaves,
+    to_plain_array,
+)
 from functrain.internal import PyTree, check_tx, require
 from functrain.internal import tree as _tree
 
@@ -319,21 +325,6 @@ def _to_optax(value: Any) -> Any:
     """Returns a Keras schedule as an optax one, and any other value unchanged."""
     is_keras = isinstance(value, keras.optimizers.schedules.LearningRateSchedule)
     return schedule(value) if is_keras else value
-
-
-def to_plain_array(leaf: jax.Array) -> jax.Array:
-    """Returns a leaf as an array that a Keras variable can hold: a PRNG key as its key data."""
-    return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
-
-
-def key_impl(leaf: jax.Array) -> Any:
-    """Returns the implementation of a PRNG key; None for a leaf that is not a key."""
-    return jax.random.key_impl(leaf) if _tree.is_key(leaf) else None
-
-
-def from_plain_array(array: jax.Array, impl: Any) -> jax.Array:
-    """Returns the leaf from its `to_plain_array` and its `key_impl`."""
-    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
 
 
 def _require_gradients_suffice(tx: Any, params: PyTree, state: PyTree) -> None:

@@ -1,4 +1,4 @@
-"""The roles of an optimizer's variables, and the parameters that its slots belong to."""
+"""The roles of an optimizer's variables, the parameters that its slots belong to, and keys."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -101,3 +101,18 @@ def _role(path: Path, params: Mapping[Path, int]) -> Role:
         if path[start:] in params:
             return Role("/".join(path[:start]), params[path[start:]])
     return Role("/".join(path))
+
+
+def to_plain_array(leaf: jax.Array) -> jax.Array:
+    """Returns a leaf as an array that a Keras variable can hold: a PRNG key as its key data."""
+    return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
+
+
+def key_impl(leaf: jax.Array) -> Any:
+    """Returns the implementation of a PRNG key; None for a leaf that is not a key."""
+    return jax.random.key_impl(leaf) if _tree.is_key(leaf) else None
+
+
+def from_plain_array(array: jax.Array, impl: Any) -> jax.Array:
+    """Returns the leaf from its `to_plain_array` and its `key_impl`."""
+    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)

@@ -9,9 +9,18 @@ import jax.numpy as jnp
 from bridge import keras_private
 from bridge.model import _variables
 from bridge.model._names import Path
-from bridge.optim._optax_optimizer import OptaxOptimizer, from_plain_array, key_impl, to_plain_array
+from bridge.optim._optax_optimizer import OptaxOptimizer
 from bridge.optim._optimizers import inner_optimizer, step_counter
-from bridge.optim._slots import KerasOptState, Role, kind_of, roles_of_leaves, roles_of_variables
+from bridge.optim._slots import (
+    KerasOptState,
+    Role,
+    from_plain_array,
+    key_impl,
+    kind_of,
+    roles_of_leaves,
+    roles_of_variables,
+    to_plain_array,
+)
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 

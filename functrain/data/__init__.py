@@ -1,9 +1,9 @@
 """Data: turns what users pass into batches and chunks.
 
 Files:
-  _batches: the protocol between data and the engine
+  _batches: the protocol between data and the engine; loaders that can seek; NoData
   _adapt: converts what users pass to that protocol; batches of a loader that can seek
-  _loader: ArrayLoader, batches of arrays in memory; NoData, for training without data
+  _loader: ArrayLoader, batches of arrays in memory
   _iterator: batches of any iterable
   _iterator_position: saves and restores the position of an iterator
   _same_data: compares the data of a resumed run with those of the saved one
@@ -15,5 +15,5 @@ Files:
   _lookahead: an iterator whose next batch can be looked at
 """
 
+from functrain.data._batches import NoData as NoData
 from functrain.data._loader import ArrayLoader as ArrayLoader
-from functrain.data._loader import NoData as NoData

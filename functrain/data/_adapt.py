@@ -9,9 +9,8 @@ import numpy as np
 
 from functrain.common._types import PyTree
 from functrain.data._arrays import host_batch
-from functrain.data._batches import Batches, Chunk
+from functrain.data._batches import Batches, Chunk, SeekableLoader
 from functrain.data._iterator import IteratorBatches
-from functrain.data._loader import SeekableLoader
 from functrain.data._local import Local, LocalBatches
 from functrain.data._lookahead import Lookahead
 from functrain.data._same_data import Summary, differences

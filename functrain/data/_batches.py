@@ -1,11 +1,14 @@
-"""Batches: the protocol between data and the engine."""
+"""Batches: the protocol between data and the engine; loaders that can seek, and no data."""
 
 import abc
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
+from functrain.common._checks import require_integer
 from functrain.common._types import PyTree
+from functrain.data._same_data import Summary
 
 
 class Chunk(NamedTuple):
@@ -129,3 +132,113 @@ class Batches(abc.ABC):
 def shapes(batch: PyTree) -> PyTree:
     """Returns the shapes and dtypes of a batch; 64-bit dtypes are kept, unlike in jax."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
+
+
+class SeekableLoader(abc.ABC):
+    """Base of loaders that return any batch by the number of its epoch and its index.
+
+    Attributes:
+      examples: Examples in an epoch.
+      batch_size: Examples per batch, B.
+      drop_remainder: True if a smaller last batch is dropped.
+      knows_shapes: True if `shapes` are those of the batches; False if only a batch can tell.
+    """
+
+    examples: int
+    batch_size: int
+    drop_remainder: bool
+    knows_shapes: bool = True
+
+    def __len__(self) -> int:
+        """Returns the number of batches per epoch, including a smaller last one."""
+        has_smaller = self.remainder > 0 and not self.drop_remainder
+        return self.full_batches + has_smaller
+
+    def __iter__(self) -> Iterator[PyTree]:
+        """Yields the batches of epoch 0; `epoch` yields those of any epoch."""
+        return self.epoch(0)
+
+    @property
+    def full_batches(self) -> int:
+        """Batches per epoch that hold `batch_size` examples."""
+        return self.examples // self.batch_size
+
+    @property
+    def remainder(self) -> int:
+        """Examples in a smaller last batch; 0 if the last batch is full."""
+        return self.examples % self.batch_size
+
+    @property
+    def dropped(self) -> int:
+        """Examples of an epoch that are in none of its batches."""
+        return self.remainder if self.drop_remainder else 0
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[PyTree]:
+        """Yields the batches of an epoch, from number `start` on."""
+        for index in range(start, len(self)):
+            yield self.batch(epoch, index)
+
+    @abc.abstractmethod
+    def batch(self, epoch: int, index: int) -> PyTree:
+        """Returns one batch; the last one may be smaller."""
+
+    @abc.abstractmethod
+    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
+        """Returns the K batches from number `start` on, stacked; a smaller last one by itself."""
+
+    @abc.abstractmethod
+    def shapes(self, examples: int) -> PyTree:
+        """Returns the shapes and dtypes of a batch with a number of examples."""
+
+    @abc.abstractmethod
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns properties that distinguish these batches from others, for a resumed run."""
+
+    def summary(self) -> Summary:
+        """Returns a few numbers of the data, which distinguish them from other data."""
+        return {}
+
+
+class NoData(SeekableLoader):
+    """Epochs without data: a number of steps, whose batches are ``()``.
+
+    For steps that make their own examples, as in reinforcement learning or sampling.
+
+    Args:
+      steps: Steps in an epoch.
+
+    Raises:
+      ValueError: `steps` is below 1.
+
+    Examples:
+      >>> import functrain as ft
+      >>> state, _ = ft.fit(0, lambda count, batch: (count + 1, {}), NoData(5), epochs=2, verbose=0)
+      >>> print(state)
+      10
+    """
+
+    batch_size = 1
+    drop_remainder = False
+
+    def __init__(self, steps: int) -> None:
+        require_integer("steps", steps)
+        self.examples = int(steps)
+
+    def __repr__(self) -> str:
+        return f"NoData({self.examples})"
+
+    def batch(self, epoch: int, index: int) -> PyTree:
+        """Returns an empty batch."""
+        return ()
+
+    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
+        """Returns empty batches."""
+        return ()
+
+    def shapes(self, examples: int) -> PyTree:
+        """Returns an empty batch."""
+        return ()
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Returns the number of steps in an epoch."""
+        return {"data": "NoData", "batches": self.examples}

@@ -3,7 +3,7 @@
 Files:
   _placement: a table of the shards that each device holds
   _cost: the time, kernels and traffic of a step, as its compiler estimates them
-  _explain_rewrites: a table of the operations of a function that are rewritten, with reasons
+  _explain_rewrites: the operations of a function that are rewritten, with reasons
   _explain_nan: a search for the operation that made the first NaN or infinity
   _fit_program: the program that a fit would run, lowered for shapes
   _largest_batch: the largest batch whose fit has room on a device

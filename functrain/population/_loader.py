@@ -10,7 +10,8 @@ import numpy as np
 from functrain.common import _repr, _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
-from functrain.data._loader import ArrayLoader, SeekableLoader
+from functrain.data._batches import SeekableLoader
+from functrain.data._loader import ArrayLoader
 from functrain.data._same_data import Summary
 from functrain.data._stack import empty_aligned
 
