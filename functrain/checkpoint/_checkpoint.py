@@ -21,6 +21,7 @@ from functrain.checkpoint._manifest import DOCUMENTS, FILE, STATE
 from functrain.checkpoint._processes import ProcessGroup
 from functrain.common import _tree
 from functrain.common._checks import require, require_no_problems
+from functrain.common._locks import exclusive_access
 from functrain.common._paths import errors_name_path
 from functrain.common._types import PyTree
 from functrain.engine._position import Position
@@ -85,10 +86,9 @@ def read_current(directory: str, read: Callable[[dict[str, Any]], _T]) -> _T:
             # Several processes would see the replacement at different times.
             if _processes.is_multiprocess():
                 raise
-            newer_manifest = _manifest.read_manifest(directory)
-            if newer_manifest["save_id"] == manifest["save_id"]:
+            older, manifest = manifest, _manifest.read_manifest(directory)
+            if manifest["save_id"] == older["save_id"]:
                 raise
-            manifest = newer_manifest
 
 
 def verify(directory: str) -> dict[str, Any]:
@@ -254,8 +254,8 @@ def save(path: str | os.PathLike[str], state: PyTree, *, overwrite: bool = False
 
     entries = {"trees": [STATE], "run": _manifest.fingerprint(state)}
     # Two processes that save to one path take turns; readers find a complete checkpoint anyway.
-    turn = files.taking_turns(target)
-    with turn if _processes.is_first() else contextlib.nullcontext():
+    is_locked = _processes.is_first() and "://" not in target
+    with exclusive_access(os.path.dirname(target)) if is_locked else contextlib.nullcontext():
         _processes.main_group.call_on_first(require_free)
         write_checkpoint(target, leaves, entries, _processes.main_group)
 

@@ -204,10 +204,9 @@ class Checkpointer:
         """
         self.wait()
         steps = self.steps() if step is None else [step]
-        paths = [_directory.path_of(self.directory, n) for n in steps]
-        skip_missing = step is None
-        _, damage = _directory.read_each(paths, _checkpoint.verify, skip_missing=skip_missing)
-        return {n: damage[path] for n, path in zip(steps, paths, strict=True) if path in damage}
+        paths = {_directory.path_of(self.directory, n): n for n in steps}
+        _, damage = _directory.read_each(paths, _checkpoint.verify, skip_missing=step is None)
+        return {paths[path]: reason for path, reason in damage.items()}
 
     def rollback(self, step: int) -> None:
         """Removes all checkpoints of later steps, so that training can resume from this one.
@@ -226,8 +225,9 @@ class Checkpointer:
                 # before the locking, which creates the directory.
                 _checkpoint.verify(_directory.path_of(self.directory, step))
             group.call_on_first(self._require_writable)
+            remove = _directory.remove
             try:
-                group.call_on_first(lambda: _directory.remove_later(self.directory, step))
+                group.call_on_first(lambda: _directory.for_later(remove, self.directory, step))
             finally:
                 # The run that resumes may have another checkpointer.
                 self._lock.release()

@@ -145,25 +145,20 @@ def remove_surplus(
                 warn(f"{path}: expected to remove it, got {error}. The next save tries again.")
 
 
-def _later_steps(directory: str, step: int) -> list[int]:
-    """Returns the steps after one, the last one first: a kill while removing leaves no gap."""
-    return [x for x in reversed(steps(directory)) if x > step]
+def set_aside(directory: str, step: int) -> None:
+    """Renames a checkpoint, which is damaged."""
+    files, new_path = files_at(directory), os.path.join(directory, f"damaged-{step:012d}")
+    files.delete(new_path, list(files.names(new_path)))
+    with contextlib.suppress(OSError):
+        files.move(path_of(directory, step), new_path)
 
 
-def remove_later(directory: str, step: int) -> None:
-    """Removes the checkpoints of later steps."""
-    for later_step in _later_steps(directory, step):
-        remove(directory, later_step)
-
-
-def set_aside_later(directory: str, step: int) -> None:
-    """Renames the checkpoints of later steps, which are damaged."""
-    files = files_at(directory)
-    for later_step in _later_steps(directory, step):
-        new_path = os.path.join(directory, f"damaged-{later_step:012d}")
-        files.delete(new_path, list(files.names(new_path)))
-        with contextlib.suppress(OSError):
-            files.move(path_of(directory, later_step), new_path)
+def for_later(act: Callable[[str, int], None], directory: str, step: int) -> None:
+    """Calls `remove` or `set_aside` for the checkpoints of later steps."""
+    # The last one first: a kill leaves no gap.
+    for later_step in reversed(steps(directory)):
+        if later_step > step:
+            act(directory, later_step)
 
 
 def clean_up(directory: str) -> None:
@@ -195,14 +190,12 @@ class Monitor:
 
     def best(self) -> int | None:
         """Returns the step of the best value, the first of equal ones; None if there is none."""
-        ranked = self._ranked_values()
-        return min(ranked)[1] if ranked else None
+        return min(self._ranked_values(), default=(0.0, None))[1]
 
     def is_improved(self, value: float) -> bool:
         """Returns True if a value is better than every saved one."""
-        ranked = self._ranked_values()
-        is_better = not ranked or self._sign * value < min(ranked)[0]
-        return math.isfinite(value) and is_better
+        best, _ = min(self._ranked_values(), default=(math.inf, 0))
+        return math.isfinite(value) and self._sign * value < best
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Stores the value of a checkpoint that has been written; NaN if it has none."""

@@ -147,10 +147,6 @@ class Disk:
         """Renames a directory."""
         os.rename(directory, new_directory)
 
-    def taking_turns(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager: two processes that save to one path take turns."""
-        return _locks.exclusive_access(os.path.dirname(path))
-
     def lock(self, directory: str) -> _locks.Lock:
         """Returns the lock of the one writer of a directory."""
         return _locks.Lock(os.path.join(directory, ".functrain-lock"))

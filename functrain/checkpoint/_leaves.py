@@ -130,18 +130,10 @@ def cpu_device() -> jax.Device | None:
 
 def differences(manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> list[str]:
     """Returns a line for each leaf of trees that a checkpoint lacks, or has in another form."""
-    lines = []
-    for tree, like in likes.items():
-        # Weak types count as strong ones: arrays are strongly typed when they are restored.
-        leaves = named_leaves({tree: like}).items()
-        expected = {leaf_path(name): _tree.strong_spec(leaf) for name, leaf in leaves}
-        saved = {
-            leaf_path(name): record["spec"]
-            for name, record in manifest["leaves"].items()
-            if tree_name(name) == tree
-        }
-        lines += _tree.spec_differences(expected, saved)
-    return lines
+    # Weak types count as strong ones: arrays are strongly typed when they are restored.
+    expected = {name: _tree.strong_spec(leaf) for name, leaf in named_leaves(likes).items()}
+    saved = {name: x["spec"] for name, x in manifest["leaves"].items() if tree_name(name) in likes}
+    return _tree.spec_differences(expected, saved)
 
 
 def require_leaves(directory: str, manifest: Mapping[str, Any], likes: dict[str, PyTree]) -> None:

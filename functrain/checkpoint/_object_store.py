@@ -56,6 +56,8 @@ def _store_errors(path: str) -> Iterator[None]:
 class ObjectStore:
     """The operations of `Disk`, in an object store. Paths are URLs."""
 
+    errors = staticmethod(_store_errors)
+
     def __init__(self, protocol: str, package: str) -> None:
         self._protocol, self._package = protocol, package
         _file_system(protocol, package, os.getpid())  # raises an ImportError at once
@@ -77,10 +79,6 @@ class ObjectStore:
     def open(self, path: str) -> Any:
         """Opens an object for reading, within `errors`. Requests are for ranges of it."""
         return self._store.open(path, "rb", block_size=_READ_BYTES, cache_type="readahead")
-
-    def errors(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager for reading from open objects."""
-        return _store_errors(path)
 
     def read(self, path: str) -> bytes:
         """Returns the bytes of an object."""
@@ -122,10 +120,6 @@ class ObjectStore:
             with _store_errors(directory):
                 self._store.mv(f"{directory}/{name}", f"{new_directory}/{name}")
 
-    def taking_turns(self, path: str) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that does nothing, because nothing can be locked."""
-        return contextlib.nullcontext()
-
     def lock(self, directory: str) -> "_Owner":
         """Returns the record of the newest writer of a directory."""
         return _Owner(self, f"{directory}/.functrain-writer")
@@ -159,8 +153,8 @@ class _Owner:
 
     def acquire(self) -> None:
         """Becomes the writer; raises ObjectStoreError if the store cannot be written."""
-        writer = f"process {os.getpid()} on {socket.gethostname()}"
-        self._record = f"{writer}#{secrets.token_hex(8)}".encode()
+        record = f"process {os.getpid()} on {socket.gethostname()}#{secrets.token_hex(8)}"
+        self._record = record.encode()
         self._files.replace(self._path, self._record)
 
     def release(self) -> None:

@@ -50,14 +50,9 @@ class ProcessGroup:
 
         An exception in one process is raised in all.
         """
-        if not is_multiprocess():
-            return [work()]
-        value, failure = None, None
-        try:
+        with self._posted_failure():
             value = work()
-        except Exception as error:
-            failure = error
-        return self._exchange(failure, value)
+        return self._exchange(None, value)
 
     def call_on_first(self, work: Callable[[], Any]) -> Any:
         """Calls a function in the first process only, and returns its result in all of them."""
@@ -69,18 +64,24 @@ class ProcessGroup:
 
         Without it, the others would wait in the next collective for the process that failed.
         """
-        failure: Exception | None = None
+        with self._posted_failure():
+            yield
+        self._exchange(None, None)
+
+    @contextlib.contextmanager
+    def _posted_failure(self) -> Iterator[None]:
+        """Context manager: tells the others of an exception, and raises it."""
         try:
             yield
         except Exception as error:
-            if not is_multiprocess():
-                raise
-            failure = error
-        if is_multiprocess():
-            self._exchange(failure, None)
+            if is_multiprocess():
+                self._exchange(error, None)
+            raise
 
     def _exchange(self, failure: Exception | None, value: Any) -> list[Any]:
         """Waits for all processes, and returns their values; raises if one of them has failed."""
+        if not is_multiprocess():
+            return [value]
         # Each process posts its outcome: one that failed does so at once, so the others never wait
         # for work that it will not do. The first process collects the outcomes for all.
         process, folder = jax.process_index(), f"functrain/{self._name}/{self._round}"
@@ -103,18 +104,18 @@ class ProcessGroup:
 
     def _wait_for(self, folder: str, name: object, process: int) -> Any:
         """Returns what another process posts; an error in its place if it will never post."""
-        deadline, since = time.monotonic() + _TIMEOUT, time.monotonic()
-        while (posted := _coordination.wait_for(f"{folder}/{name}", _PEER_CHECK_INTERVAL)) is None:
-            # A save that has begun goes on in a thread after its run.
-            reason = why_missing(process) if self is main_group else ""
-            # Its last message may be under way when it leaves.
-            if reason and time.monotonic() - since > LEAVE_TIMEOUT:
-                break
-            if time.monotonic() > deadline:
+        since, reason = time.monotonic(), ""
+        while not reason:
+            posted = _coordination.wait_for(f"{folder}/{name}", _PEER_CHECK_INTERVAL)
+            if posted is not None:
+                return json.loads(posted)
+            waited = time.monotonic() - since
+            # A save that has begun goes on in a thread after its run. The last message of a process
+            # may be under way when it leaves.
+            if self is main_group and waited > LEAVE_TIMEOUT:
+                reason = why_missing(process)
+            if waited > _TIMEOUT:
                 reason = f"process {process} did not come within {_TIMEOUT:g} s"
-                break
-        else:
-            return json.loads(posted)
         if process == 0:
             raise OtherProcessError(reason)
         return f"{OtherProcessError.__name__}: {reason}", None

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
 
 Rename = Callable[[str], str]
-_FLOATS = ("float", "bfloat")  # beginnings of specs
+_FLOAT = re.compile(r"^b?float\w+")  # of a spec, such as bfloat16[8, 3]
 
 
 class WarmStart(NamedTuple):
@@ -131,17 +132,16 @@ def warm_start(
     leaves = _state_leaves(state)
     take_patterns = None if take is None else _patterns.as_patterns("take", take)
     skip_patterns = _patterns.as_patterns("skip", skip)
-    requested, skipped = [], []
-    copied = _copied_params(state, leaves)
     merged = merged_paths(leaves, with_lora=True)
-    for name, is_taken in zip(leaves, _taken_by_default(state), strict=True):
-        paths = {name, merged[name]}
-        if take_patterns is not None:
-            is_taken = any(_patterns.any_matches(take_patterns, path) for path in paths)
-        if any(_patterns.any_matches(skip_patterns, path) for path in paths):
-            skipped.append(name)
-        elif is_taken:
-            requested.append(name)
+    of_training, copied = _training_leaves(state, leaves)
+
+    def matching(patterns: Sequence[str]) -> set[str]:
+        pairs = merged.items()
+        return {pair[0] for pair in pairs if any(_patterns.any_matches(patterns, x) for x in pair)}
+
+    skipped = matching(skip_patterns)
+    taken = leaves.keys() - of_training if take_patterns is None else matching(take_patterns)
+    requested = [path for path in leaves if path in taken - skipped]
 
     def read(file: str, manifest: Mapping[str, Any] | None = None) -> WarmStart:
         with open_arrays(file, manifest) as arrays:
@@ -166,12 +166,12 @@ def warm_start(
             # One by one, so that the buffers of the file exist for one leaf at a time.
             for path, name in loaded.items():
                 new_leaves[path] = _read_leaf(arrays, name, path, leaves[path])
-            copies = {path: param for path, param in copied.items() if param in loaded}
-            for path in _without(copies, [*loaded, *skipped]):
-                new_param = new_leaves[copies[path]].astype(leaves[path].dtype)
-                # A copy even of the same dtype: a buffer of two leaves cannot be donated.
-                new_leaves[path] = _tree.device_put_like(_tree.copy(new_param), leaves[path])
-                loaded[path] = names[copies[path]]
+            for path, param in copied.items():
+                if param in loaded and path not in loaded and path not in skipped:
+                    # A copy even of the same dtype: a buffer of two leaves cannot be donated.
+                    copy = _tree.copy(new_leaves[param].astype(leaves[path].dtype))
+                    new_leaves[path] = _tree.device_put_like(copy, leaves[path])
+                    loaded[path] = names[param]
         return WarmStart(
             state=jax.tree.unflatten(jax.tree.structure(state), new_leaves.values()),
             loaded=loaded,
@@ -198,26 +198,14 @@ def _state_leaves(state: PyTree) -> dict[str, Any]:
     return {_leaves.leaf_path(name): leaf for name, leaf in leaves.items()}
 
 
-def _taken_by_default(state: PyTree) -> list[bool]:
-    """Returns for each leaf whether a new training takes it: a TrainState's optimizer stays."""
+def _training_leaves(state: PyTree, leaves: Mapping[str, Any]) -> tuple[set[str], dict[str, str]]:
+    """Returns the paths of leaves that belong to a training: all of a TrainState but its model.
 
-    def mark(node: Any) -> Any:
-        if not isinstance(node, TrainState):
-            return True
-        fields = {"params": node.params, "model_state": node.model_state}
-        is_taken = jax.tree.map(lambda _: True, fields)
-        return jax.tree.map(lambda _: False, node).replace(**is_taken)
-
-    return jax.tree.leaves(jax.tree.map(mark, state, is_leaf=lambda x: isinstance(x, TrainState)))
-
-
-def _copied_params(state: PyTree, leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the paths of copies of the params in states, each with the path of its param.
-
+    Also returns those of them that are copies of params, each with the path of its param.
     Optimizers keep some, and fields that a subclass of TrainState adds may.
     """
     paths = jax.tree.unflatten(jax.tree.structure(state), leaves)
-    copied = dict[str, str]()
+    of_training, copied = set[str](), dict[str, str]()
     for train_state in _tree.nodes(paths, TrainState):
         structure = _tree.structure(train_state.params)
 
@@ -225,13 +213,14 @@ def _copied_params(state: PyTree, leaves: Mapping[str, Any]) -> dict[str, str]:
             return bool(_tree.structure(node) == structure)
 
         others = train_state.replace(params=None, model_state=None)
+        of_training.update(jax.tree.leaves(others))
         for node in filter(mirrors, jax.tree.leaves(others, is_leaf=mirrors)):
             pairs = dict(zip(*map(jax.tree.leaves, (node, train_state.params)), strict=True))
             are_equal = all(_is_copy(leaves[a], leaves[b]) for a, b in pairs.items())
             # Moments start with zeros, as many biases do.
             if are_equal and any(jnp.any(leaves[path] != 0) for path in pairs):
                 copied |= pairs
-    return copied
+    return of_training, copied
 
 
 def _is_copy(leaf: Any, param: Any) -> bool:
@@ -245,11 +234,11 @@ def _is_copy(leaf: Any, param: Any) -> bool:
 def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) -> dict[str, str]:
     """Returns the paths in a file by their paths in the state."""
     names: dict[str, str] = {}
+    expected = "a path that no other leaf is renamed to"
     for file_path in file_paths:
         path = file_path if rename is None else rename(file_path)
-        call = f"rename({file_path!r})"
         advice = f"{source} has {names.get(path)!r}, which is renamed to it, too."
-        require(path not in names, call, "a path that no other leaf is renamed to", path, advice)
+        require(path not in names, f"rename({file_path!r})", expected, path, advice)
         names[path] = file_path
     return names
 
@@ -266,17 +255,15 @@ def _require_same_specs(
     source: str, specs: Mapping[str, str], leaves: Mapping[str, Any], cast: bool
 ) -> None:
     """Raises CheckpointMismatchError for another shape or dtype. No array is read."""
-    lines = []
-    for path, spec in specs.items():
-        state_spec = _tree.strong_spec(leaves[path])
-        # Floating-point numbers only, of the same shape.
-        are_floats = spec.startswith(_FLOATS) and state_spec.startswith(_FLOATS)
-        is_same_shape = spec.partition("[")[2] == state_spec.partition("[")[2]
-        if spec != state_spec and not (cast and are_floats and is_same_shape):
-            lines.append(f"{path}: the file has {spec}, the state {state_spec}")
+    expected = {path: _tree.strong_spec(leaves[path]) for path in specs}
+    if cast:
+        # The kind of floating-point numbers does not matter, but their shape does.
+        expected, specs = (
+            {path: _FLOAT.sub("float", spec) for path, spec in x.items()} for x in (expected, specs)
+        )
     require_no_problems(
         source,
-        lines,
+        _tree.spec_differences(expected, dict(specs)),
         "the shapes and dtypes of the state",
         "Nothing was taken. To convert floating-point numbers: cast=True. To leave leaves "
         "unchanged: skip= their paths.",

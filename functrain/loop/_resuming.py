@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._checkpointer import Checkpointer
-from functrain.checkpoint._directory import path_of, set_aside_later, visible_steps
+from functrain.checkpoint._directory import for_later, path_of, set_aside, visible_steps
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._manifest import differences, fingerprint
 from functrain.checkpoint._processes import is_multiprocess
@@ -148,7 +148,7 @@ def resume(
             _require_same_data(checkpointer, changed)
     # Later checkpoints that could not be read are damaged, and the run writes them again.
     step = restored.position.step
-    processes.call_on_first(lambda: set_aside_later(checkpointer.directory, step))
+    processes.call_on_first(lambda: for_later(set_aside, checkpointer.directory, step))
     _compare_environments(checkpointer, manifest, state)
     if metrics is not None and not (manifest["epoch_over"] or "metrics" in trees):
         warn(

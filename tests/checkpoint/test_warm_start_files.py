@@ -114,7 +114,7 @@ def test_files_of_keras_are_read_under_the_names_they_have(tmp_path, suffix) -> 
     warm = ft.warm_start(state, path)
     np.testing.assert_array_equal(warm.state["layers"]["dense"]["vars"][0], model.get_weights()[0])
     with pytest.raises(
-        ft.CheckpointMismatchError, match=r"has float32\[2, 3\], the state float32\["
+        ft.CheckpointMismatchError, match=r"expected float32\[2, 9\], got float32\[2, 3\]"
     ):
         ft.warm_start({"layers": {"dense": {"vars": [jnp.zeros((2, 9))]}}}, path)
 
