@@ -2,10 +2,8 @@
 
 import datetime
 import functools
-import math
 import os
 import threading
-import time
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -16,7 +14,7 @@ from functrain.checkpoint._files import files_at, resolve_path
 from functrain.checkpoint._manifest import DOCUMENTS, STATE
 from functrain.checkpoint._writer import Writer
 from functrain.common import _direction, _repr
-from functrain.common._checks import is_positive, require, require_instance, require_integer
+from functrain.common._checks import require, require_instance, require_integer
 from functrain.common._log_values import split_members
 from functrain.common._types import PyTree
 from functrain.engine._position import Position, as_position
@@ -48,9 +46,6 @@ class Checkpointer:
       monitor: Name of a value, such as ``"val_loss"``, whose best checkpoint is kept. The best
         epoch so far is always saved, also when it is not due. NaN and infinity are never best.
       mode: ``"min"`` or ``"max"`` says which values are better; ``"auto"`` tells by the name.
-      budget: Largest share of the time that saving may take, such as 0.1. A checkpoint that is due
-        too early is not saved, but counted in `skipped`; the one at the end of a run is saved. With
-        None, every checkpoint that is due is saved.
 
     Raises:
       ValueError: An argument is invalid.
@@ -76,7 +71,6 @@ class Checkpointer:
         keep_every: int | None = None,
         monitor: str | None = None,
         mode: _direction.Mode = "auto",
-        budget: float | None = None,
     ) -> None:
         if keep is not None:
             require_integer("keep", keep, advice="Pass None to keep all checkpoints.")
@@ -84,11 +78,8 @@ class Checkpointer:
             require_integer("keep_every", keep_every)
         if monitor is not None:
             require_instance("monitor", monitor, str, "the name of a value, such as 'val_loss'")
-        is_share = budget is None or (is_positive(budget) and budget <= 1)
-        require(is_share, "budget", "a share above 0 and at most 1, or None", budget)
         self.every = as_trigger(every, Every(epochs=1))
         self.keep, self.keep_every, self.monitor = keep, keep_every, monitor
-        self.budget, self.skipped = budget, 0
         self.directory = resolve_path(directory, "directory")
         self._lock = files_at(self.directory).lock(self.directory)
         self._monitored = Monitor(monitor, mode, self.directory)
@@ -96,12 +87,10 @@ class Checkpointer:
         # Held by the thread that starts a save, or removes checkpoints.
         self._save_lock = threading.RLock()
         self._save_group: _processes.ProcessGroup | None = None
-        self._last_save_end, self._last_save_seconds = -math.inf, 0.0
 
     def __repr__(self) -> str:
-        parts = {"directory": self.directory, "every": self.every, "keep": self.keep}
-        optional = {"keep_every": self.keep_every, "monitor": self.monitor}
-        return _repr.call(self, **parts, **{k: v for k, v in optional.items() if v is not None})
+        names = ("directory", "every", "keep", "keep_every", "monitor")
+        return _repr.call(self, **{name: getattr(self, name) for name in names})
 
     def __enter__(self) -> Self:
         """Returns the checkpointer, which the end of the block closes."""
@@ -270,17 +259,6 @@ class Checkpointer:
         group = _processes.main_group
         return bool(group.call_on_first(lambda: self._monitored.is_improved(value)))
 
-    def _is_within_budget(self) -> bool:
-        """Returns True if the budget allows a save now; otherwise counts it in `skipped`."""
-        if self.budget is None:
-            return True
-        # Read before the clock: otherwise a save that ends in between would be overlooked.
-        is_busy = self._writer.is_busy
-        elapsed = time.perf_counter() - self._last_save_end
-        is_within = not is_busy and elapsed >= self._last_save_seconds / self.budget
-        self.skipped += not is_within
-        return is_within
-
     def _write(
         self,
         trees: dict[str, PyTree],
@@ -301,7 +279,6 @@ class Checkpointer:
         # Documents and leaves are copied before training continues. Only the writing is left to
         # the thread.
         self.wait()
-        start = time.perf_counter()
         flat_values = split_members(values)
         with _processes.main_group.raise_in_all():
             path = _directory.path_of(self.directory, position.step)
@@ -322,16 +299,11 @@ class Checkpointer:
         self._save_group = group = self._save_group or _processes.new_save_group()
 
         def work() -> None:
-            try:
-                _checkpoint.write_checkpoint(path, leaves, entries, group, self._lock.is_held)
-                self._monitored.record(position.step, flat_values)
-                if _processes.is_first() and self.keep is not None:
-                    kept = self.keep, self._monitored.best(), self.keep_every, kept_before
-                    _directory.remove_surplus(self.directory, *kept)
-            finally:
-                # A save that failed counts as well, because it took its time.
-                self._last_save_end = time.perf_counter()
-                self._last_save_seconds = self._last_save_end - start
+            _checkpoint.write_checkpoint(path, leaves, entries, group, self._lock.is_held)
+            self._monitored.record(position.step, flat_values)
+            if _processes.is_first() and self.keep is not None:
+                kept = self.keep, self._monitored.best(), self.keep_every, kept_before
+                _directory.remove_surplus(self.directory, *kept)
 
         self._writer.start(work)
 

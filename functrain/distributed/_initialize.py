@@ -60,15 +60,12 @@ def initialize(
     """
     if jax.distributed.is_initialized():
         return
-    address = coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS")
-    count = _read_environment("JAX_NUM_PROCESSES") if num_processes is None else num_processes
-    number = _read_environment("JAX_PROCESS_ID") if process_id is None else process_id
     config: dict[str, Any] = {
-        "coordinator_address": address,
-        "num_processes": count,
-        "process_id": number,
+        "coordinator_address": coordinator_address or os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        "num_processes": _or_environment(num_processes, "JAX_NUM_PROCESSES"),
+        "process_id": _or_environment(process_id, "JAX_PROCESS_ID"),
     }
-    if address is not None:
+    if address := config["coordinator_address"]:
         host, _, port = address.rpartition(":")
         require(port.isdecimal(), "coordinator_address", "host:port", address)
         # Otherwise JAX would listen to all addresses of the machine.
@@ -114,6 +111,6 @@ def _exit_after(hook: Callable[..., Any]) -> Callable[..., Any]:
     return print_and_exit
 
 
-def _read_environment(name: str) -> int | None:
+def _or_environment(number: int | None, name: str) -> int | None:
     text = os.environ.get(name)
-    return int(text) if text else None
+    return int(text) if number is None and text else number

@@ -148,8 +148,7 @@ def _start(options: argparse.Namespace, address: str, number: int) -> Process:
         "JAX_PROCESS_ID": str(number),
     }
     if options.cpu_devices is not None:
-        flag = f"--xla_force_host_platform_device_count={options.cpu_devices}"
-        environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
+        environment["JAX_NUM_CPU_DEVICES"] = str(options.cpu_devices)
     command = [sys.executable]
     if sys.platform == "linux":
         command += ["-I", "-S", "-c", _END_WITH_LAUNCHER, str(os.getpid())]

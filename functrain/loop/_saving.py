@@ -49,12 +49,9 @@ class Saving:
         expected = "a functrain.Checkpointer"
         require_instance("checkpointer", checkpointer, Checkpointer, expected, advice)
         self.trigger = checkpointer.every
-        has_clock = getattr(self.trigger, "seconds", None) is not None or checkpointer.budget
         # All processes must save at the same step, and their clocks differ.
-        expected = (
-            "every=functrain.every(steps=...) or epochs= and budget=None in several processes"
-        )
-        is_valid = not (has_clock and is_multiprocess())
+        is_valid = getattr(self.trigger, "seconds", None) is None or not is_multiprocess()
+        expected = "every=functrain.every(steps=...) or epochs= in several processes"
         require(is_valid, "checkpointer", expected, checkpointer)
         self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
         self._losses, self._flush_logs = losses, flush_logs
@@ -73,10 +70,7 @@ class Saving:
         """Returns True if the run should be saved after an event."""
         epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
         is_due = self.trigger.due(event.step, epochs, time.perf_counter() - self._last_save_time)
-        # The best epoch is saved whatever the budget.
-        if epochs is not None and self._checkpointer._is_improved(event.values):
-            return True
-        return is_due and self._checkpointer._is_within_budget()
+        return is_due or (epochs is not None and self._checkpointer._is_improved(event.values))
 
     def save(
         self,

@@ -52,9 +52,10 @@ _ENVIRONMENT = {
 }
 
 
-def known_targets() -> list[str]:
-    """Returns the names of the targets that need no other text."""
-    return [*(f"tpu:{name}" for name in TPUS), *(f"cuda:{name}" for name in GPUS)]
+def known_targets() -> str:
+    """Returns the names of the targets that need no other text, for messages."""
+    names = [*(f"tpu:{name}" for name in TPUS), *(f"cuda:{name}" for name in GPUS)]
+    return ", ".join(map(repr, names))
 
 
 def tpu_devices(name: str) -> tuple[jax.Device, ...]:
@@ -64,9 +65,9 @@ def tpu_devices(name: str) -> tuple[jax.Device, ...]:
       name: The generation and the topology, such as ``v5e:4x4``; without the topology, one chip.
     """
     generation, _, topology = name.partition(":")
-    names = ", ".join(map(repr, known_targets()))
     advice = "A slice is named by its topology: 'tpu:v5e:8x8' has 64 chips."
-    require(generation in TPUS, "name", names, f"tpu:{name}" if name else "tpu", advice)
+    got = f"tpu:{name}".removesuffix(":")
+    require(generation in TPUS, "name", known_targets(), got, advice)
     sizes = TPUS[generation]
     smallest = re.split(", | to ", sizes)[0]
     _load_compiler("libtpu", "tpu")
@@ -83,8 +84,7 @@ def cuda_devices(name: str) -> tuple[tuple[jax.Device, ...], Chip]:
     if "gpu_device_info" in name:
         config = name
     else:
-        names = ", ".join(map(repr, known_targets()))
-        require(name in GPUS, "name", names, f"cuda:{name}" if name else "cuda")
+        require(name in GPUS, "name", known_targets(), f"cuda:{name}".removesuffix(":"))
         config = _target_config(GPUS[name])
     chip = _chip_of(config)
     _load_compiler("jax_plugins.xla_cuda12", "cuda")

@@ -124,23 +124,16 @@ def target(name: str | None = None) -> Target:
       ValueError: name: expected ...'tpu:v5e', ..., got 'tpu:v9'....
     """
     if name is None:
-        return _machine_at_hand()
+        devices, platform = tuple(jax.devices()), jax.default_backend()
+        return Target(platform, platform, devices, chip_of(jax.local_devices()[0]))
     require(isinstance(name, str), "name", "the name of a target", name, error=TypeError)
     platform, _, device = name.partition(":")
-    if "gpu_device_info" in name:
-        devices, chip = cuda_devices(name)
-        return Target(chip.name, "gpu", devices, chip)
-    if platform == "cuda":
-        devices, chip = cuda_devices(device)
-        return Target(name, "gpu", devices, chip)
-    names = ", ".join(map(repr, known_targets()))
+    is_config = "gpu_device_info" in name
+    if is_config or platform == "cuda":
+        devices, chip = cuda_devices(name if is_config else device)
+        return Target(chip.name if is_config else name, "gpu", devices, chip)
+    expected = f"{known_targets()}, or a GPU's target configuration"
     advice = "Or no name, for the devices of this machine."
-    require(platform == "tpu", "name", f"{names}, or a GPU's target configuration", name, advice)
+    require(platform == "tpu", "name", expected, name, advice)
     devices = tpu_devices(device)
     return Target(name, "tpu", devices, chip_of(devices[0]))
-
-
-def _machine_at_hand() -> Target:
-    devices = tuple(jax.devices())
-    platform = devices[0].platform
-    return Target(platform, platform, devices, chip_of(jax.local_devices()[0]))

@@ -18,7 +18,6 @@ def saver() -> ft.Checkpointer:
 
 CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "monitor": (lambda: ft.Checkpointer("run", monitor=3), TypeError, "monitor: .*got int"),  # type: ignore[arg-type]
-    "budget": (lambda: ft.Checkpointer("run", budget="10%"), ValueError, "budget: .*got '10%'"),  # type: ignore[arg-type]
     "null": (lambda: ft.Checkpointer("a\0b"), ValueError, "directory: .*null character"),
     "values": (
         lambda: saver().save(STATE, 1, values={"a": "x"}),

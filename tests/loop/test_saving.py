@@ -75,19 +75,6 @@ def test_a_run_saves_itself_when_that_is_due_and_at_its_end(
     assert checkpointer.steps() == saved
 
 
-def test_what_the_budget_does_not_allow_is_skipped_and_counted(tmp_path: pathlib.Path) -> None:
-    checkpointer = ft.Checkpointer(tmp_path, every=ft.every(steps=5), budget=1e-9)
-    trained(checkpointer)
-    assert checkpointer.steps() == [5, 30]
-    assert checkpointer.skipped == 5  # after 10, 15, 20, 25 and 30 steps; the end is saved
-
-
-def test_the_best_epoch_is_saved_whatever_the_budget(tmp_path: pathlib.Path) -> None:
-    checkpointer = ft.Checkpointer(tmp_path, budget=1e-9, monitor="val_loss")
-    trained(checkpointer, scored(0.3, 0.1, 0.2))
-    assert checkpointer.best() == 20
-
-
 @pytest.mark.parametrize(
     ("values", "best"),
     [((0.3, 0.2, 0.1), 30), ((0.1, 0.2, 0.3), 10), ((float("nan"), 0.2, float("nan")), 20)],
