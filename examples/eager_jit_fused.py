@@ -87,7 +87,7 @@ def fused_steps(k):
 
     def epoch(state, number):
         metered = step.start(jax.tree.map(jax.numpy.copy, state))  # a fused step consumes it
-        whole = train.full_batches // k * k
+        whole = full_batches // k * k
         for i in range(0, whole, k):
             metered, logs = fused(metered, train.chunk(number, i, k))
             print(f"  {(i + k) * args.batch_size} samples seen: loss {logs['loss'][-1]:.4f}")
@@ -98,7 +98,8 @@ def fused_steps(k):
     return epoch
 
 
-k = min(args.fuse, train.full_batches)
+full_batches = train.examples // args.batch_size
+k = min(args.fuse, full_batches)
 ways = {
     "eager": single_steps(step),
     "jitted": single_steps(jax.jit(step)),

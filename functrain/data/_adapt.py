@@ -1,6 +1,5 @@
 """Converts what users pass as data to `Batches`; the batches of a loader."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +13,7 @@ from functrain.data._iterator import IteratorBatches
 from functrain.data._local import Local, LocalBatches
 from functrain.data._lookahead import Lookahead
 from functrain.data._same_data import Summary, differences
-from functrain.data._stack import pad_chunk, stack_batches
+from functrain.data._stack import stack_batches
 
 
 def as_batches(data: Any, name: str = "data", steps_before: int = 0) -> Batches:
@@ -72,13 +71,15 @@ class LoaderBatches(Batches):
         self.data: SeekableLoader = loader
         self.name = name
         self.steps: int = len(loader)
-        self.full_steps: int = min(loader.full_batches, self.steps)
+        self.full_steps: int = min(loader.examples // loader.batch_size, self.steps)
         # After a part of an epoch, the next epoch begins with a new order.
         self.epochs_before = -(-steps_before // self.steps)
         self._epoch = self._next = 0
-        # Cached, since every `peek` needs them. It also makes all full batches of a run the same
-        # object, by which `Plan` recognizes them.
-        self._shapes = functools.cache(loader.shapes)
+        # Made once: `Plan` recognizes the full batches of a run as the same object.
+        sizes = [loader.batch_size]
+        if self.steps > self.full_steps:
+            sizes.append(loader.examples % loader.batch_size)
+        self._shapes = list(map(loader.shapes, sizes)) if loader.knows_shapes else []
         # The rest of the epoch, for a loader whose batches have to be made to know their shapes.
         self._rest: Lookahead[PyTree] | None = None
         self._summary: Summary = {}
@@ -97,8 +98,7 @@ class LoaderBatches(Batches):
             return None
         if self._rest is not None:
             return self._rest.peek()
-        is_full = self._next < self.full_steps
-        return self._shapes(self.data.batch_size if is_full else self.data.remainder)
+        return self._shapes[0 if self._next < self.full_steps else -1]
 
     def take(self, k: int, limit: int) -> Chunk:
         """Makes the next batches."""
@@ -107,18 +107,13 @@ class LoaderBatches(Batches):
         if self._rest is not None:
             batches, steps = stack_batches(self._rest.take(steps), k)
         else:
-            batches = pad_chunk(self.data.chunk(self._epoch, self._next, steps), k)
+            batches = self.data.chunk(self._epoch, self._next, steps, k)
         self._next += steps
         return Chunk(batches, k, steps)
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of a full batch, and of a smaller last one."""
-        if not self.data.knows_shapes:
-            return []
-        sizes = [self.data.batch_size]
-        if self.steps > self.data.full_batches:
-            sizes.append(self.data.remainder)
-        return list(map(self._shapes, sizes))
+        return self._shapes
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns the fingerprint of the loader."""

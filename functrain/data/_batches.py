@@ -1,6 +1,7 @@
 """Batches: the protocol between data and the engine; loaders that can seek, and no data."""
 
 import abc
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ class Chunk(NamedTuple):
     """Stacked batches for one program, which uses the first `steps` of them.
 
     Attributes:
-      batches: Every leaf `[k, B, ...]`; zeros after the first `steps`.
+      batches: Every leaf `[k, B, ...]`; what is in the rows after the first `steps` has no effect.
       k: Rows of the chunk, the same for most chunks of a run, so that they share a program.
       steps: Batches in the chunk, at most k.
       batch_info: Additional information about each batch for hooks; None for most data.
@@ -151,27 +152,16 @@ class SeekableLoader(abc.ABC):
 
     def __len__(self) -> int:
         """Returns the number of batches per epoch, including a smaller last one."""
-        has_smaller = self.remainder > 0 and not self.drop_remainder
-        return self.full_batches + has_smaller
+        return math.ceil((self.examples - self.dropped) / self.batch_size)
 
     def __iter__(self) -> Iterator[PyTree]:
         """Yields the batches of epoch 0; `epoch` yields those of any epoch."""
         return self.epoch(0)
 
     @property
-    def full_batches(self) -> int:
-        """Batches per epoch that hold `batch_size` examples."""
-        return self.examples // self.batch_size
-
-    @property
-    def remainder(self) -> int:
-        """Examples in a smaller last batch; 0 if the last batch is full."""
-        return self.examples % self.batch_size
-
-    @property
     def dropped(self) -> int:
         """Examples of an epoch that are in none of its batches."""
-        return self.remainder if self.drop_remainder else 0
+        return self.examples % self.batch_size if self.drop_remainder else 0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[PyTree]:
         """Yields the batches of an epoch, from number `start` on."""
@@ -183,8 +173,11 @@ class SeekableLoader(abc.ABC):
         """Returns one batch; the last one may be smaller."""
 
     @abc.abstractmethod
-    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
-        """Returns the K batches from number `start` on, stacked; a smaller last one by itself."""
+    def chunk(self, epoch: int, start: int, k: int, pad_to: int | None = None) -> PyTree:
+        """Returns the K batches from number `start` on, stacked; a smaller last one by itself.
+
+        With `pad_to`, the result has so many rows. Those after the batches may hold any numbers.
+        """
 
     @abc.abstractmethod
     def shapes(self, examples: int) -> PyTree:
@@ -231,7 +224,7 @@ class NoData(SeekableLoader):
         """Returns an empty batch."""
         return ()
 
-    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
+    def chunk(self, epoch: int, start: int, k: int, pad_to: int | None = None) -> PyTree:
         """Returns empty batches."""
         return ()
 

@@ -159,8 +159,7 @@ class ArrayLoader(SeekableLoader):
         """Returns one batch, leaves `[B, ...]`; the last one may be smaller."""
         if not 0 <= index < len(self):
             raise IndexError(f"index: expected 0 to {len(self) - 1}, got {index}")
-        start = index * self.batch_size
-        batch = self._take(epoch, start, min(start + self.batch_size, self.examples))
+        batch = jax.tree.map(lambda x: x.reshape(x.shape[1:]), self._take(epoch, index, 1, 1))
         if self.transform is None:
             return batch
         # The counter begins far beyond what the order of the epoch draws with the same key.
@@ -169,20 +168,16 @@ class ArrayLoader(SeekableLoader):
         require_integers_fit(batch, "data")
         return batch
 
-    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
+    def chunk(self, epoch: int, start: int, k: int, pad_to: int | None = None) -> PyTree:
         """Returns the K batches from number `start` on, stacked: leaves `[K, B, ...]`.
 
-        The last batch may be smaller: then K is 1.
+        The last batch may be smaller: then K is 1. With `pad_to`, the result has so many rows.
         """
-        if not self.knows_shapes:
-            batches = (self.batch(epoch, index) for index in range(start, start + k))
-            return _stack.stack_batches(batches, k)[0]
-        size = self.batch_size
-        # One gather for all K batches, which are adjacent in the epoch's order.
-        stop = min((start + k) * size, self.examples)
-        rows = self._take(epoch, start * size, stop)
-        size = min(size, stop - start * size)
-        return jax.tree.map(lambda x: x.reshape(k, size, *x.shape[1:]), rows)
+        rows = k if pad_to is None else pad_to
+        if self.knows_shapes:
+            return self._take(epoch, start, k, rows)
+        batches = (self.batch(epoch, index) for index in range(start, start + k))
+        return _stack.stack_batches(batches, rows)[0]
 
     def shapes(self, examples: int) -> PyTree:
         """Returns the shapes and dtypes of a batch, before the transform."""
@@ -199,19 +194,25 @@ class ArrayLoader(SeekableLoader):
         """Returns the spec and a few numbers of each leaf."""
         return summary(self.data)
 
-    def _take(self, epoch: int, start: int, stop: int) -> PyTree:
-        """Copies the examples between two positions of an epoch's order."""
-        rows = self.order(epoch)[start:stop] if self._makes_own_order else None
+    def _take(self, epoch: int, start: int, k: int, pad_to: int) -> PyTree:
+        """Copies the examples of K adjacent batches, all at once."""
+        first = start * self.batch_size
+        stop = min(first + k * self.batch_size, self.examples)
+        rows = self.order(epoch)[first:stop] if self._makes_own_order else np.arange(first, stop)
+        rows = rows.reshape(k, min(self.batch_size, stop - first))
         if self.placement == "device":
-            rows = np.arange(start, stop) if rows is None else rows
             # All leaves together, so that the gather is one program. i32 indices reach 2**31
             # examples.
-            return _gather(self.data, _tree.put_if_guarded(rows.astype(np.int32)))
+            indices = _stack.copy_padded(rows.astype(np.int32), pad_to)
+            return _gather(self.data, _tree.put_if_guarded(indices))
+
         # Always a copy, even of adjacent rows: the user may change `data` while a device reads.
-        if rows is None:
-            examples = jax.tree.map(lambda x: _stack.copy_aligned(x[start:stop]), self.data)
-        else:
-            examples = jax.tree.map(lambda x: _stack.take_aligned(x, rows), self.data)
+        def copy(x: np.ndarray) -> np.ndarray:
+            if self._makes_own_order:
+                return _stack.take_padded(x, rows, pad_to)
+            return _stack.copy_padded(x[first:stop].reshape(*rows.shape, *x.shape[1:]), pad_to)
+
+        examples = jax.tree.map(copy, self.data)
         if self._checks_chunks:
             require_integers_fit(examples, "data")
         return examples

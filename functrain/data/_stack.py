@@ -1,6 +1,5 @@
 """Stacks batches into chunks, in host memory that a CPU device can use without a copy."""
 
-import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +10,6 @@ import numpy as np
 
 from functrain.common._types import PyTree
 from functrain.common._wide_integers import require_integers_fit
-from functrain.rewrites._compile import jit_without_arithmetic
 
 # XLA's CPU client uses memory that is aligned to 64 bytes without copying it. NumPy's allocations
 # are aligned to 16 bytes only: a chunk of 32 MiB took 15 ms to transfer, and takes 0.3 ms so.
@@ -34,18 +32,20 @@ def empty_aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
     return aligned
 
 
-def copy_aligned(x: np.ndarray) -> np.ndarray:
-    """Returns a copy in fresh, aligned memory."""
-    out = empty_aligned(x.shape, x.dtype)
-    np.copyto(out, x)
+def copy_padded(x: np.ndarray, k: int) -> np.ndarray:
+    """Copies an array to fresh, aligned memory of k rows, with zeros after its own."""
+    out = empty_aligned((k, *x.shape[1:]), x.dtype)
+    out[: len(x)], out[len(x) :] = x, 0
     return out
 
 
-def take_aligned(x: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns ``x[rows]`` in fresh, aligned memory; the rows must be valid."""
-    out = empty_aligned((*rows.shape, *x.shape[1:]), x.dtype)
+def take_padded(x: np.ndarray, rows: np.ndarray, k: int) -> np.ndarray:
+    """Returns ``x[rows]`` like `copy_padded`; the rows, `i64[steps, B]`, must be valid."""
+    out = empty_aligned((k, *rows.shape[1:], *x.shape[1:]), x.dtype)
     # With any other mode NumPy writes to a temporary array first, and copies that.
-    return x.take(rows, axis=0, out=out, mode="clip")
+    x.take(rows, axis=0, out=out[: len(rows)], mode="clip")
+    out[len(rows) :] = 0
+    return out
 
 
 def stack_batches(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
@@ -72,7 +72,8 @@ def stack_batches(batches: Iterable[PyTree], k: int) -> tuple[PyTree, int]:
         steps += 1
     for i, column in enumerate(columns):
         if isinstance(column, list):
-            columns[i] = pad_array(jnp.stack(column), k)
+            # No step uses the rows after the last batch: they need not be zeros.
+            columns[i] = jnp.stack([*column, *column[-1:] * (k - steps)])
         else:
             column[steps:] = 0
     chunk = jax.tree.unflatten(structure, columns)
@@ -86,24 +87,5 @@ def copy_batch(batch: PyTree) -> PyTree:
 
 
 def pad_chunk(batches: PyTree, k: int) -> PyTree:
-    """Pads stacked batches with zeros to k rows, which no step uses."""
-    return jax.tree.map(lambda x: pad_array(x, k), batches)
-
-
-def pad_array(x: Any, k: int) -> Any:
-    """Pads an array with zeros to k rows, on the host in fresh, aligned memory."""
-    n = len(x)
-    if n == k:
-        return x
-    # An array on a device stays there.
-    if isinstance(x, jax.Array):
-        return _append_zeros(x, k - n)
-    out = empty_aligned((k, *x.shape[1:]), x.dtype)
-    out[:n], out[n:] = x, 0
-    return out
-
-
-# One program, in which the zeros are no transfer.
-@functools.partial(jit_without_arithmetic, static_argnums=1)
-def _append_zeros(x: jax.Array, count: int) -> jax.Array:
-    return jnp.concatenate([x, jnp.zeros((count, *x.shape[1:]), x.dtype)])
+    """Copies stacked batches to k rows, unless they have k already."""
+    return jax.tree.map(lambda x: x if len(x) == k else copy_padded(x, k), batches)

@@ -65,10 +65,11 @@ class Loader(SeekableLoader):
         """Returns one batch, leaves `[N, B, ...]`; the last may be smaller."""
         return _stack_parts([loader.batch(epoch, index) for loader in self.loaders], axis=0)
 
-    def chunk(self, epoch: int, start: int, k: int) -> PyTree:
+    def chunk(self, epoch: int, start: int, k: int, pad_to: int | None = None) -> PyTree:
         """Returns K full batches, the first being number `start`: leaves `[K, N, B, ...]`."""
+        parts = [loader.chunk(epoch, start, k, pad_to) for loader in self.loaders]
         # Axis 1: a fused program scans over axis 0, the steps.
-        return _stack_parts([loader.chunk(epoch, start, k) for loader in self.loaders], axis=1)
+        return _stack_parts(parts, axis=1)
 
     def shapes(self, examples: int) -> PyTree:
         """Returns the shapes and dtypes of a batch with this many examples for each member."""

@@ -6,7 +6,6 @@ import pytest
 import functrain as ft
 from functrain.data import _stack
 from functrain.data._adapt import as_batches
-from functrain.data._stack import pad_array
 from functrain.engine._plan import Plan, chunks
 
 
@@ -19,13 +18,11 @@ def test_memory_is_aligned_and_of_the_type_asked_for(shape, dtype) -> None:
     assert x.flags.c_contiguous
 
 
-def test_copies_gathers_and_stacks_are_what_numpy_makes() -> None:
+def test_copies_and_gathers_are_what_numpy_makes_with_zeros_behind_them() -> None:
     x = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
-    rows = np.array([4, 0, 4])
-    np.testing.assert_array_equal(_stack.copy_aligned(x[1:5:2]), x[1:5:2])
-    np.testing.assert_array_equal(_stack.take_aligned(x, rows), x[rows])
-    np.testing.assert_array_equal(pad_array(x[:3], 5), [*x[:3], *np.zeros_like(x[:2])])
-    assert pad_array(x, len(x)) is x
+    rows = np.array([[4, 0], [4, 1]])
+    np.testing.assert_array_equal(_stack.copy_padded(x[1:5:2], 3), [*x[1:5:2], np.zeros(3)])
+    np.testing.assert_array_equal(_stack.take_padded(x, rows, 3), [*x[rows], np.zeros((2, 3))])
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
