@@ -7,10 +7,10 @@ Examples:
   ...         print(event.position, event.values)
 """
 
-from functrain.engine import Trigger as Trigger
-from functrain.loop import ChunkEnd as ChunkEnd
-from functrain.loop import EpochEnd as EpochEnd
-from functrain.loop import Event as Event
-from functrain.loop import RunEnd as RunEnd
+from functrain.engine._trigger import Trigger as Trigger
+from functrain.loop._events import ChunkEnd as ChunkEnd
+from functrain.loop._events import EpochEnd as EpochEnd
+from functrain.loop._events import Event as Event
+from functrain.loop._events import RunEnd as RunEnd
 
 __all__ = ["ChunkEnd", "EpochEnd", "Event", "RunEnd", "Trigger"]

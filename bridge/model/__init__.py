@@ -10,8 +10,3 @@ Files:
   _pure_layers: layers with supports_jit=False: which JAX can compile, and which draw in Python
   _flax_modules: one interface to linen and nnx modules
 """
-
-from bridge.model._from_flax import FlaxLayer as FlaxLayer
-from bridge.model._from_flax import from_flax as from_flax
-from bridge.model._from_keras import from_keras as from_keras
-from bridge.model._to_linen import to_linen as to_linen

@@ -11,10 +11,3 @@ Files:
   _losses: Keras losses in optax's argument order
   _metrics: Keras metrics as functrain metrics
 """
-
-from bridge.optim._constraints import constraints as constraints
-from bridge.optim._losses import loss as loss
-from bridge.optim._metrics import metric as metric
-from bridge.optim._optax_optimizer import OptaxOptimizer as OptaxOptimizer
-from bridge.optim._optimizers import optimizer as optimizer
-from bridge.optim._schedules import schedule as schedule

@@ -8,12 +8,3 @@ Files:
   _distribution: conversions between keras.distribution's layouts and sharding rules
   _transfer: conversions between a compiled optimizer's variables and a state of optax
 """
-
-from bridge.state._create_state import create_state as create_state
-from bridge.state._distribution import Placement as Placement
-from bridge.state._distribution import from_distribution as from_distribution
-from bridge.state._distribution import to_distribution as to_distribution
-from bridge.state._keras_state import KerasState as KerasState
-from bridge.state._keras_state import keras_state as keras_state
-from bridge.state._to_keras import to_keras as to_keras
-from bridge.state._warm_start import warm_start as warm_start

@@ -12,12 +12,3 @@ Files:
     run have, one at a time
   _reports: the memory and the cost of training on devices that need not be there
 """
-
-from bridge.train._fit import evaluate as evaluate
-from bridge.train._fit import fit as fit
-from bridge.train._fit import predict as predict
-from bridge.train._reports import cost as cost
-from bridge.train._reports import largest_batch as largest_batch
-from bridge.train._reports import memory as memory
-from bridge.train._steps import test_step as test_step
-from bridge.train._steps import train_step as train_step

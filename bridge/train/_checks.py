@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.optim import OptaxOptimizer
+from bridge.optim._optax_optimizer import OptaxOptimizer
 from bridge.state._distribution import require_use
 from bridge.state._keras_state import variable_values
 from bridge.train._batches import KerasBatches, keras_batches

@@ -18,13 +18,3 @@ Files:
   _array_files: readers of those files
   _errors: errors of checkpoints
 """
-
-from functrain.checkpoint._checkpoint import Restored as Restored
-from functrain.checkpoint._checkpoint import load as load
-from functrain.checkpoint._checkpoint import save as save
-from functrain.checkpoint._checkpointer import Checkpointer as Checkpointer
-from functrain.checkpoint._errors import CheckpointCorruptError as CheckpointCorruptError
-from functrain.checkpoint._errors import CheckpointMismatchError as CheckpointMismatchError
-from functrain.checkpoint._warm_start import WarmStart as WarmStart
-from functrain.checkpoint._warm_start import warm_start as warm_start
-from functrain.checkpoint._watch import watch_checkpoints as watch_checkpoints

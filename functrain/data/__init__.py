@@ -14,6 +14,3 @@ Files:
   _arrays: converts leaves to arrays that jax supports
   _lookahead: an iterator whose next batch can be looked at
 """
-
-from functrain.data._batches import NoData as NoData
-from functrain.data._loader import ArrayLoader as ArrayLoader

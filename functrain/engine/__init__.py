@@ -14,11 +14,3 @@ Files:
   _guards: context managers that are entered while a step is traced
   _cache: the on-disk cache of compiled programs
 """
-
-from functrain.engine._cache import enable_compilation_cache as enable_compilation_cache
-from functrain.engine._fuse import Fused as Fused
-from functrain.engine._fuse import fuse as fuse
-from functrain.engine._position import Position as Position
-from functrain.engine._trigger import Trigger as Trigger
-from functrain.engine._trigger import at as at
-from functrain.engine._trigger import every as every

@@ -9,7 +9,3 @@ Files:
   _progress: reports progress, as a bar in a terminal or notebook, and as lines elsewhere
   _plot: learning curves
 """
-
-from functrain.trainer._fit import FitResult as FitResult
-from functrain.trainer._fit import fit as fit
-from functrain.trainer._history import History as History

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from functrain.checkpoint import Checkpointer
+from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._types import PyTree, traits_of

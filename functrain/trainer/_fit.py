@@ -6,7 +6,7 @@ from typing import Any, Generic, Literal, NamedTuple
 
 import jax
 
-from functrain.checkpoint import Checkpointer
+from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.common import _repr
 from functrain.common._checks import require_one_of
 from functrain.common._types import StateT, Step, traits_of

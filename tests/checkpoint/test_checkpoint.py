@@ -12,15 +12,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import functrain as ft
-from functrain import TrainState
-from functrain.checkpoint import (
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    _arrays,
-    _manifest,
-    load,
-    save,
-)
+from functrain import CheckpointCorruptError, CheckpointMismatchError, TrainState, load, save
+from functrain.checkpoint import _arrays, _manifest
 from tests.conftest import digest
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import CheckpointCorruptError
+from functrain.checkpoint._errors import CheckpointCorruptError
 from tests.checkpoint.storages import train
 from tests.conftest import digest
 

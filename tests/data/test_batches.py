@@ -8,9 +8,8 @@ import pytest
 
 import functrain as ft
 from functrain.common._tree import signature
-from functrain.data import NoData
 from functrain.data._adapt import as_batches
-from functrain.data._batches import Batches
+from functrain.data._batches import Batches, NoData
 from functrain.data._epochs_of_steps import EpochsOfSteps
 
 X = np.arange(23, dtype=np.float32)

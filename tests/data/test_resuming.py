@@ -10,7 +10,7 @@ import pytest
 from absl import flags
 
 import functrain as ft
-from functrain.checkpoint import CheckpointMismatchError
+from functrain.checkpoint._errors import CheckpointMismatchError
 
 from .lives import NEVER, START, bits, resumed_from_every_checkpoint, step, trained
 from .rows import Rows, X

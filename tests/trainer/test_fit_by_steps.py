@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import CheckpointMismatchError
+from functrain.checkpoint._errors import CheckpointMismatchError
 
 from ..conftest import digest
 
