@@ -42,13 +42,11 @@ from functrain.hooks._logger import Logger as Logger
 from functrain.loop._arguments import RunArguments as RunArguments
 from functrain.loop._events import ChunkBegin as ChunkBegin
 from functrain.loop._events import EpochBegin as EpochBegin
-from functrain.loop._events import LateLogs as LateLogs
 from functrain.loop._events import fetch_rows as fetch_rows
 from functrain.loop._events import row_of_step as row_of_step
+from functrain.loop._loop import Loop as Loop
 from functrain.loop._passes import fetch_outputs as fetch_outputs
 from functrain.loop._passes import prediction_plan as prediction_plan
-from functrain.loop._run import Run as Run
-from functrain.loop._run import begin_run as begin_run
 from functrain.loop._saving import Saving as Saving
 from functrain.metrics._metric import labels_of as labels_of
 from functrain.metrics._metric import require_labels as require_labels

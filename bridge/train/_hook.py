@@ -17,9 +17,8 @@ from functrain.internal import (
     Batches,
     ChunkBegin,
     EpochBegin,
-    LateLogs,
+    Loop,
     PyTree,
-    Run,
     copy_arrays,
     fetch_rows,
     is_number,
@@ -48,7 +47,7 @@ class KerasHook:
     Attributes:
       memory: The states of callbacks, for a fit with a checkpointer.
       calls: The batch methods of the callbacks.
-      late_logs: The logs that progress bars and the loggers of functrain show, one chunk late.
+      receivers: Of logs, one chunk late: progress bars and the loggers of functrain.
       values: The model's values.
       finalizes: True if the optimizer may overwrite the weights with its averages after a fit.
       logs: The values of the last epoch.
@@ -69,9 +68,8 @@ class KerasHook:
         self.memory: Memory | None = None
         self.calls = BatchCallbacks(callbacks, kind, quiet=quiet)
         # The evaluations of a fit share its callbacks, and the fit alone passes logs to loggers.
-        receivers = [x.take for x in loggers_among(callbacks)] if kind == "train" else []
-        receivers += [self.calls.show_progress] if self.calls.bars else []
-        self.late_logs = LateLogs(*receivers)
+        self.receivers = [x.take for x in loggers_among(callbacks)] if kind == "train" else []
+        self.receivers += [self.calls.show_progress] if self.calls.bars else []
         self.values = ModelValues(model, kind)
         self.finalizes = kind == "train"
         self.logs: dict[str, Any] = {}
@@ -88,8 +86,6 @@ class KerasHook:
 
     def __call__(self, event: Event) -> None:
         """Calls the callbacks that an event concerns."""
-        if not isinstance(event, EpochBegin | ChunkBegin):
-            self.late_logs(event)
         handlers: dict[type[Event], Callable[[Any], None]] = {
             EpochBegin: self._begin_epoch,
             ChunkBegin: self._begin_chunk,
@@ -141,7 +137,6 @@ class KerasHook:
     def state(self) -> dict[str, Any]:
         """Returns what a checkpoint stores beside the model's values."""
         assert self.memory is not None, "a fit with a checkpointer has one"
-        self.late_logs.flush()
         return {
             "memory": self.memory.state(),
             "reported": self._last_logs(),
@@ -154,7 +149,7 @@ class KerasHook:
         self.memory.restore(state["memory"])
         self._logs_before, self.logs = state["reported"], state["logs"]
 
-    def finish(self, run: Run) -> bool:
+    def finish(self, run: Loop) -> bool:
         """Leaves the model with all its values, however the run has ended.
 
         Returns:

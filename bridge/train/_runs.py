@@ -18,13 +18,12 @@ from functrain.internal import (
     Batches,
     DeferredSignals,
     FuseArg,
+    Loop,
     Mode,
     PyTree,
-    Run,
     RunArguments,
     Saving,
     accelerator_of,
-    begin_run,
     fetch_outputs,
     nbytes,
     prediction_plan,
@@ -118,10 +117,10 @@ def run_evaluate(
     return hook.logs
 
 
-def _handle_events(hook: KerasHook, run: Run) -> None:
+def _handle_events(hook: KerasHook, run: Loop) -> None:
     """Calls a hook with the events of a run, and leaves the model with all its values."""
-    with _finish_at_end(hook, run), contextlib.closing(run), hook.late_logs:
-        for event in run:
+    with _finish_at_end(hook, run), contextlib.closing(run):
+        for event in run.events:
             hook(event)
 
 
@@ -129,7 +128,7 @@ def run_predict(model: keras.Model, batches: Batches, callbacks: Any, options: O
     """Predicts with a built model and returns NumPy arrays."""
 
     def chunks() -> Iterator[tuple[PyTree, int]]:
-        for event in run:
+        for event in run.events:
             hook(event)
             if isinstance(event, ChunkEnd):
                 yield event.rows, event.steps
@@ -153,7 +152,7 @@ def _begin(
     epochs: int = 1,
     first_epoch: int = 0,
     saving: Saving | None = None,
-) -> Run:
+) -> Loop:
     """Begins a run in functrain's loop that takes a model's own steps over the hook's batches."""
     model, kind, batches = hook.model, hook.kind, hook.batches
     step = cached_step(model, kind)
@@ -189,10 +188,11 @@ def _begin(
         # The hook gives the run copies of the variables' arrays before the first step.
         donate=True,
     )
-    return begin_run(
+    return Loop(
         state,
         step,
         arguments,
+        receivers=hook.receivers,
         saving=saving,
         signals=signals,
         plan=plan,
@@ -202,7 +202,7 @@ def _begin(
 
 
 @contextlib.contextmanager
-def _finish_at_end(hook: KerasHook, run: Run) -> Iterator[None]:
+def _finish_at_end(hook: KerasHook, run: Loop) -> Iterator[None]:
     """Context manager: leaves the model with all its values, however the run ends."""
     try:
         yield
@@ -237,7 +237,7 @@ def _runs_uncompiled(model: keras.Model) -> bool:
     return True
 
 
-def _warn_of_inexact_resuming(run: Run, hook: KerasHook) -> None:
+def _warn_of_inexact_resuming(run: Loop, hook: KerasHook) -> None:
     """Warns of data and callbacks that cannot resume exactly."""
     assert hook.memory is not None
     if run.position.step and "examples" not in keras_private.data.fingerprint(hook.batches.data):

@@ -210,7 +210,7 @@ def chunks(
     triggers: Iterable[Trigger] = (),
     position: Position = Position(),  # noqa: B008  # a tuple, which is immutable
 ) -> Iterator[Chunk]:
-    """Yields the chunks of the epoch that `batches` has begun.
+    """Begins an epoch at a position, and yields its chunks.
 
     All batches of a chunk have one shape. Those with the shapes of the run's first batch are
     stacked, up to K of them. If other shapes come, each has a program for one batch, and one for K
@@ -226,6 +226,7 @@ def chunks(
       triggers: A chunk ends where one of them is due.
       position: The position of the first batch.
     """
+    batches.begin(position.epoch, position.batch)
     number, previous = position.batch, None
     steps_before = position.step - position.batch
     while (batch := batches.peek()) is not None:

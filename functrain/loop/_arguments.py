@@ -174,6 +174,15 @@ def steps_taken(state: PyTree) -> int:
     return max(0, int(counts.max())) if is_count and counts.size else 0
 
 
+def own_state(state: PyTree, arguments: RunArguments) -> PyTree:
+    """Returns a state that nothing else refers to: a copy, or the caller's with ``donate=True``."""
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
+    advice = "Pass the state itself: there is no checkpoint to resume from."
+    require(not is_abstract, "state", "arrays with values", state, advice)
+    owned = _tree.copy_if_needed(state) if arguments.donate else _tree.copy(state)
+    return _placement.place_on_mesh(owned, arguments.sharding)
+
+
 def require_constant(state: PyTree) -> None:
     """Raises an error unless a state can be a constant of a program: arrays and numbers only."""
     require_untraced("state", state)

@@ -1,16 +1,16 @@
 """The events of a run."""
 
-import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from functrain.common import _tree
+from functrain.common._checks import require_no_problems
 from functrain.common._gather import fetch_global
 from functrain.common._log_values import name_of, to_floats
 from functrain.common._types import PyTree
@@ -86,15 +86,33 @@ class Event:
         """Returns the state that the event came with, also if another was assigned since."""
         return self._original_state
 
-    def is_state_changed(self) -> bool:
-        """Returns True if a state was assigned since, or a leaf in one of its containers."""
+    def new_state(self) -> PyTree | None:
+        """Returns the state to continue with, if another or a leaf of it was assigned; else None.
+
+        Raises:
+          ValueError: Its structure, shapes or dtypes are not those that it had.
+        """
         if "state" not in self.__dict__:
-            return False
-        if _tree.structure(self.state) != _tree.structure(self._original_state):
-            return True
-        leaves, original_leaves = map(jax.tree.leaves, (self.state, self._original_state))
+            return None
+        state, original = self.state, self._original_state
+        has_structure = _tree.structure(state) == _tree.structure(original)
         # By identity: the values need not be ready, and a comparison would wait for them.
-        return not all(map(operator.is_, leaves, original_leaves))
+        leaves, original_leaves = jax.tree.leaves(state), jax.tree.leaves(original)
+        if has_structure and all(map(operator.is_, leaves, original_leaves)):
+            return None
+        # The next program consumes the state, and only `hand_over` promises that nothing else uses
+        # its arrays.
+        if self._is_handed_over:
+            return state
+        # Before the comparison: copies of NumPy arrays and Python numbers are jax arrays.
+        state = _tree.copy(state) if has_structure else state
+        require_no_problems(
+            "event.state",
+            _tree.differences(original, state),
+            "a state with the structure, shapes and dtypes it had",
+            "Assign a state with all of its leaves: event.state = new_state.",
+        )
+        return state
 
     def metrics(self) -> dict[str, Any]:
         """Returns the running metrics of the epoch so far, as arrays on the device."""
@@ -110,6 +128,9 @@ class Event:
         that they agree on, a few programs later.
         """
         self.stopped = True
+
+
+EventT = TypeVar("EventT", bound=Event)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -151,6 +172,8 @@ class ChunkEnd(Event):
     examples: int
     rows: PyTree = dataclasses.field(repr=False)
     batch_info: Any = dataclasses.field(default=None, repr=False)
+    # True if the arrays of a batch do not tell how many examples it has, and batches differ.
+    _has_equal_weight: bool = dataclasses.field(default=False, repr=False)
     # An array that is ready when the program has run, and the names of the logs by their structure,
     # which the events of a run share.
     _done: PyTree = dataclasses.field(default=(), repr=False)
@@ -221,41 +244,28 @@ def is_scalar_per_step(rows: Any, of_members: bool = False) -> bool:
     return is_real and rows.ndim == (2 if of_members else 1)
 
 
+@dataclasses.dataclass(eq=False)
 class LateLogs:
     """Passes on the logs of each program when the next one runs, so that nobody waits for them.
 
-    Context manager: at its exit the logs of the last program are passed on, also after an error.
-
-    Args:
-      *receivers: Called with the `ChunkEnd` of each chunk.
+    Attributes:
+      receivers: Called with the `ChunkEnd` of each chunk, one event late.
+      pending: The chunk whose logs have not been passed on.
     """
 
-    def __init__(self, *receivers: Callable[[ChunkEnd], None]) -> None:
-        self._receivers = receivers
-        self._pending: ChunkEnd | None = None
+    receivers: Sequence[Callable[[ChunkEnd], None]]
+    pending: ChunkEnd | None = None
 
-    def __call__(self, event: Event) -> None:
-        """Passes on the logs of the chunk before an event."""
-        chunk = event if self._receivers and isinstance(event, ChunkEnd) else None
+    def __call__(self, event: Event | None = None) -> None:
+        """Passes on the logs of the chunk before an event. Waits until its program has run."""
+        chunk = event if self.receivers and isinstance(event, ChunkEnd) else None
         if chunk is not None:
             chunk.start_copy()
-        self.flush(chunk)
-
-    def flush(self, next_chunk: ChunkEnd | None = None) -> None:
-        """Passes on the logs that are pending. Waits until their program has run."""
-        # Assigned first: if a receiver raises an error, the next logs are passed on at the exit.
-        pending, self._pending = self._pending, next_chunk
+        # Assigned first: if a receiver raises an error, the next logs are passed on at the end.
+        pending, self.pending = self.pending, chunk
         if pending is not None:
-            for receive in self._receivers:
+            for receive in self.receivers:
                 receive(pending)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # If the last program failed, it has no logs.
-        with contextlib.suppress(Exception) if error else contextlib.nullcontext():
-            self.flush()
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -2,90 +2,139 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from functrain.common import _tree
-from functrain.common._checks import require_no_problems
-from functrain.common._log_values import SumOfWeights
 from functrain.common._types import PyTree, traits_of
-from functrain.common._warnings import warn
 from functrain.data._batch import example_count
 from functrain.data._batches import Chunk
-from functrain.distributed._stopping import StopAgreement
+from functrain.distributed._stopping import new_stop_agreement
 from functrain.engine import _placement
 from functrain.engine._driver import Driver, copy_arrays
-from functrain.engine._plan import Plan, chunks
+from functrain.engine._plan import Plan, chunks, nbytes
 from functrain.engine._position import Position
-from functrain.engine._programs import compute_metrics
+from functrain.engine._programs import compute_metrics, initial_metrics
 from functrain.engine._signals import DeferredSignals
-from functrain.loop._arguments import RunArguments, require_batches
-from functrain.loop._events import ChunkBegin, ChunkEnd, EpochBegin, EpochEnd, Event, RunEnd
+from functrain.engine._trigger import longest_interval
+from functrain.loop._arguments import RunArguments, own_state, require_batches
+from functrain.loop._events import (
+    ChunkBegin,
+    ChunkEnd,
+    EpochBegin,
+    EpochEnd,
+    Event,
+    EventT,
+    LateLogs,
+    RunEnd,
+)
 from functrain.loop._resuming import Resumed
 from functrain.loop._saving import Saving
 from functrain.metrics._metric import Metered
+from functrain.step._metered import MeteredStep
+from functrain.targets._chips import accelerator_of
 
 
-@dataclasses.dataclass(eq=False, repr=False)
 class Loop:
-    """Takes a state through the chunks of all epochs.
+    """Takes a state through the chunks of all epochs, and yields events between them.
 
     Args:
-      carry: The first state, which the loop takes over.
-      step: The step, for its metrics.
-      arguments: The arguments of the run; of one that resumes, with its position and epochs.
-      plan: Chooses K.
-      signals: The signals that are deferred while an event is handled.
-      owns_signals: True if the loop begins and ends to defer them, False if its caller does.
-      no_metrics: Metrics that have seen no batch; None if the step has no metrics.
-      saving: Saves the run after an event has been handled, or None.
-      resumed: The checkpoint that the run resumes from, or None.
-      stopping: Agrees with other processes on the last event, or None.
+      state: The first state, or its shapes if there is a checkpoint to resume from.
+      step: The step.
+      arguments: The other arguments of the run.
+      receivers: Functions that get the `ChunkEnd` of each chunk with the next event, when its logs
+        have arrived, so that nobody waits for them.
+      saving: Saves the run after an event has been handled, and resumes it; or None.
+      signals: The signals that the caller defers. By default the loop defers SIGTERM if it saves.
+      plan: Chooses K; by default it is made from the arguments.
       like_keras: True yields `EpochBegin` and `ChunkBegin` as well, and `EpochEnd` after an epoch
-        in which the run was stopped.
+        in which the run was stopped. The state is not copied: the hook of bridge hands over its own
+        one before the first step.
 
     Attributes:
+      events: The events of the run, once. Call `close` in the end, unless all were taken.
+      arguments: The arguments; of a run that resumes, with its position and number of epochs.
       position: The progress of the training.
-      resumed: The checkpoint, without the arrays that were read.
+      resumed: The checkpoint that the run resumes from, without its arrays; or None.
     """
 
-    carry: dataclasses.InitVar[PyTree]
-    step: Any
-    arguments: RunArguments
-    plan: Plan
-    signals: DeferredSignals
-    owns_signals: bool
-    no_metrics: PyTree = None
-    saving: Saving | None = None
-    resumed: Resumed | None = None
-    stopping: StopAgreement | None = None
-    like_keras: bool = False
+    def __init__(
+        self,
+        state: PyTree,
+        step: Any,
+        arguments: RunArguments,
+        *,
+        receivers: Sequence[Callable[[ChunkEnd], None]] = (),
+        saving: Saving | None = None,
+        signals: DeferredSignals | None = None,
+        plan: Plan | None = None,
+        like_keras: bool = False,
+    ) -> None:
+        self.step, self.arguments, self.batches = step, arguments, arguments.batches
+        self.saving, self.like_keras, self._pass_logs = saving, like_keras, LateLogs(receivers)
+        self._owns_signals = signals is None
+        self.signals = signals or DeferredSignals("run", saves=saving is not None)
+        self.resumed: Resumed | None = None
+        # Metrics that have seen no batch; None if the step has no metrics.
+        self.no_metrics = initial_metrics(step, state) if isinstance(step, MeteredStep) else None
+        # True between the end of an epoch and the beginning of the next one.
+        self._epoch_is_over = False
+        # The chunks of the next epoch, if its first chunk has been made in advance.
+        self._prepared_chunks: Iterator[Chunk] | None = None
+        # The event that is being handled.
+        self._open_event: Event | None = None
+        # The values of the last event, and the names of the logs for all events.
+        self._last_values: dict[str, Any] = {}
+        self._log_names: dict[Any, list[tuple[int, str]]] = {}
+        self.events = self._run()
+        try:
+            self._begin(state, plan)
+        except BaseException:
+            self.close()
+            raise
 
-    def __post_init__(self, carry: PyTree) -> None:
-        resumed, arguments = self.resumed, self.arguments
-        self.batches, self.epochs = arguments.batches, arguments.epochs
-        self.position = arguments.position
+    def _begin(self, state: PyTree, plan: Plan | None) -> None:
+        """Resumes the run, or takes over or copies the state."""
+        arguments, saving, metrics = self.arguments, self.saving, None
+        if saving is not None:
+            boundaries = (*arguments.boundaries, saving.trigger)
+            arguments = dataclasses.replace(arguments, boundaries=boundaries)
+            releases = arguments.donate and not self.like_keras
+            self.resumed = saving.resume(state, self.no_metrics, arguments, releases=releases)
+        if (resumed := self.resumed) is not None:
+            arguments = dataclasses.replace(
+                arguments, epochs=resumed.epochs, position=resumed.position
+            )
+            self._epoch_is_over, self._last_values = resumed.nothing_left, resumed.values
+            state, metrics = _tree.copy_if_needed(resumed.state), resumed.metrics
+            # The driver owns the arrays that were read: a reference would keep them in memory.
+            self.resumed = dataclasses.replace(resumed, state=(), metrics=None)
+        elif not self.like_keras:
+            state = own_state(state, arguments)
+        self.arguments, self.epochs, self.position = arguments, arguments.epochs, arguments.position
+        self.batches.require_epochs(self.epochs - self.position.epoch)
+        self.plan = plan or Plan(
+            arguments.fuse,
+            state_bytes=nbytes(state),
+            intervals=lambda: [self.batches.full_steps, longest_interval(arguments.boundaries)],
+            chip=accelerator_of(state),
+        )
+        self._chunks = functools.partial(chunks, self.batches, self.plan, arguments.boundaries)
         sharding = arguments.sharding
         put_chunk = None if sharding is None else _placement.chunk_placer(sharding)
         self.driver = Driver(
             self.step, rewrites=arguments.rewrites, jit=arguments.jit, put_chunk=put_chunk
         )
-        self.driver.begin(self._with_metrics(carry, None if resumed is None else resumed.metrics))
-        # The driver owns the arrays that were read: a reference would keep them in memory.
-        self.resumed = resumed and dataclasses.replace(resumed, state=(), metrics=None)
-        # True between the end of an epoch and the beginning of the next one.
-        self._epoch_is_over = resumed is not None and resumed.nothing_left
-        # The chunks of the next epoch, if its first chunk has been made in advance.
-        self._prepared_chunks: Iterator[Chunk] | None = None
-        # The event that is being handled. Its state may have been replaced.
-        self._open_event: Event | None = None
-        # The values of the last event, and the names of the logs for all events.
-        self._last_values = {} if resumed is None else resumed.values
-        self._log_names: dict[Any, list[tuple[int, str]]] = {}
-        self._has_warned = False
+        self.driver.begin(self._with_metrics(state, metrics))
+        # Processes that share arrays or checkpoints must stop at the same step.
+        is_shared = jax.process_count() > 1 and (
+            saving is not None or _placement.spans_processes(state, sharding)
+        )
+        self.stopping = new_stop_agreement() if is_shared else None
 
     @property
     def state(self) -> PyTree:
@@ -101,10 +150,17 @@ class Loop:
                 self._continue_from(self._open_event)
         return (self.state, self.position) if self.driver.is_complete() else None
 
-    def events(self) -> Generator[Event, None, None]:
-        """Yields the events of the run, once."""
+    def close(self) -> None:
+        """Ends the run here, and waits until checkpoints are written."""
+        self.events.close()
+        # A generator that was never started does not run its `finally` clauses.
+        if self.saving is not None:
+            self.saving.close(self.signals)
+
+    def _run(self) -> Generator[Event, None, None]:
+        """Yields the events of the run."""
         with contextlib.ExitStack() as stack:
-            if self.owns_signals:
+            if self._owns_signals:
                 stack.enter_context(self.signals)
             if self.saving is not None:
                 stack.callback(self.saving.close, self.signals)
@@ -112,36 +168,34 @@ class Loop:
                 stack.enter_context(self.stopping)
             # A hook may have stopped the run before the checkpoint that it resumes from.
             is_stopped = self.resumed is not None and self.resumed.stopped
-            while not self._epoch_is_over and self.position.epoch < self.epochs:
-                is_stopped = yield from self._epoch()
-                if not is_stopped and self.position.epoch + 1 < self.epochs:
-                    self._epoch_is_over = False
-                    self.position = Position(self.position.step, self.position.epoch + 1)
-                    # Metrics are those of one epoch.
-                    self.driver.begin(self._with_metrics(self.state))
-                else:
-                    break
-            yield from self._end(is_stopped)
+            try:
+                while not self._epoch_is_over and self.position.epoch < self.epochs:
+                    is_stopped = yield from self._epoch()
+                    if not is_stopped and self.position.epoch + 1 < self.epochs:
+                        self._epoch_is_over = False
+                        self.position = Position(self.position.step, self.position.epoch + 1)
+                        # Metrics are those of one epoch.
+                        self.driver.begin(self._with_metrics(self.state))
+                    else:
+                        break
+                yield from self._end(is_stopped)
+            except BaseException:
+                # If the last program failed, it has no logs.
+                with contextlib.suppress(Exception):
+                    self._pass_logs()
+                raise
 
     def _epoch(self) -> Generator[Event, None, bool]:
         """Yields the events of an epoch; returns True if the run stops in it."""
-        steps_taken, is_stopped = 0, False
         if self.like_keras:
-            yield from self._yield_event(EpochBegin(**self._event_fields()))
-        if self._prepared_chunks is None:
-            self._prepared_chunks = self._begin_epoch(self.position)
-        for chunk in self._prepared_chunks:
-            if self.like_keras:
-                begin = ChunkBegin(**self._event_fields(), chunk=chunk._replace(batches=None))
-                yield from self._yield_event(begin)
-            event = self._run_chunk(chunk)
+            yield from self._yield_event(EpochBegin)
+        chunks_of_epoch, self._prepared_chunks = self._prepared_chunks, None
+        steps_taken, is_stopped = 0, False
+        for chunk in chunks_of_epoch or self._chunks(self.position):
             steps_taken += chunk.steps
-            yield from self._yield_event(event)
-            is_stopped = self._is_last(event)
+            is_stopped = yield from self._take_chunk(chunk)
             if is_stopped:
                 break
-            self._save_if_due(event)
-        self._prepared_chunks = None
         # An epoch without batches left has ended, although the run stops. Where the number of its
         # batches is unknown, the data are not asked for another one.
         is_complete = self.batches.steps is not None and self.position.batch >= self.batches.steps
@@ -149,8 +203,10 @@ class Loop:
             return True
         return (yield from self._end_epoch(steps_taken, is_stopped))
 
-    def _run_chunk(self, chunk: Chunk) -> ChunkEnd:
-        """Dispatches the program of a chunk, and returns its event."""
+    def _take_chunk(self, chunk: Chunk) -> Generator[Event, None, bool]:
+        """Dispatches a chunk's program, and yields its event; returns True if the run stops."""
+        if self.like_keras:
+            yield from self._yield_event(ChunkBegin, chunk=chunk._replace(batches=None))
         # Other processes read both counts to see whether this one still takes part in the run.
         if self.stopping is not None:
             self.stopping.started += chunk.steps
@@ -159,30 +215,17 @@ class Loop:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
         count = example_count(chunk.batches, 1 + traits_of(self.step).example_axis())
-        event = ChunkEnd(
-            **self._event_fields(),
+        event = yield from self._yield_event(
+            ChunkEnd,
             steps=chunk.steps,
             examples=1 if count is None else count,
             rows=rows,
             batch_info=chunk.batch_info,
+            _has_equal_weight=count is None and self.plan.latest is not self.plan.first,
             _done=self.driver.done,
             _log_names=self._log_names,
         )
-        # Keras weights batches by their first input.
-        if count is None and self.plan.latest is not self.plan.first and not self.like_keras:
-            self._warn_of_equal_weights(event)
-        return event
-
-    def _warn_of_equal_weights(self, event: ChunkEnd) -> None:
-        """Warns once that batches of several shapes have equal weights, if the loss has none."""
-        if self._has_warned or any(isinstance(x, SumOfWeights) for x in event.scalar_logs()):
-            return
-        self._has_warned = True
-        warn(
-            f"{self.batches.name}: expected batches whose arrays share the axis of examples, got "
-            "several shapes that do not, so every batch counts once in the means of an epoch. Let "
-            "the loss return the number that it was divided by, Aux(model_state, weight=number)."
-        )
+        return not self._continues_after(event)
 
     def _end_epoch(self, steps_taken: int, is_stopped: bool) -> Generator[Event, None, bool]:
         """Yields the event at the end of an epoch; returns True if the run stops there.
@@ -195,75 +238,89 @@ class Loop:
         if not self.like_keras:
             place = f" in epoch {self.position.epoch}"
             require_batches(steps_taken or self.position.batch, place)
-        if not is_stopped:
-            self._prepare_next_epoch()
+        next_epoch = Position(self.position.step, self.position.epoch + 1)
+        # The first chunk of the next epoch is made while the device computes the last one of this
+        # epoch. Data that cannot seek must not be read before the epoch begins.
+        if not is_stopped and self.batches.can_seek and next_epoch.epoch < self.epochs:
+            chunks_of_epoch = self._chunks(next_epoch)
+            first = list(itertools.islice(chunks_of_epoch, 1))
+            self._prepared_chunks = itertools.chain(first, chunks_of_epoch)
         self._epoch_is_over = True
         # With `start`, a run may begin where an epoch is over, and its event has been handled.
         if not (steps_taken or self.resumed or self.like_keras):
             return False
-        event = EpochEnd(**self._event_fields(), stopped=is_stopped)
-        yield from self._yield_event(event)
-        is_stopped = self._is_last(event)
-        # The last epoch is saved by `_end`.
-        if not is_stopped and self.position.epoch + 1 < self.epochs:
-            self._save_if_due(event)
-        return is_stopped
+        event = yield from self._yield_event(EpochEnd, stopped=is_stopped)
+        return not self._continues_after(event)
 
     def _end(self, is_stopped: bool) -> Iterator[Event]:
         """Yields the last event; saves the last state, and the final one if a hook replaced it."""
-        event = RunEnd(**self._event_fields(), was_stopped=is_stopped)
         is_saved = self.resumed is not None and self.resumed.finished
         if self.saving is None or is_saved or self.position.epoch >= self.epochs:
-            yield from self._yield_event(event)
+            yield from self._yield_event(RunEnd, was_stopped=is_stopped)
             return
         # Read before the event, whose hooks may replace the state, as `EarlyStopping` does. A run
         # that resumes for more epochs continues from the last state, not from the best one.
-        trees, values, over = self._trees_to_save(), self._last_values, self._epoch_is_over
+        trees, values = self._trees_to_save(), self._last_values
         try:
-            yield from self._yield_event(event)
+            event = yield from self._yield_event(RunEnd, was_stopped=is_stopped)
         # Also GeneratorExit: an error of a hook ends the loop that reads these events.
         except BaseException:
             # A resumed run repeats the end. It must not continue a run that was stopped, and no
             # process saves alone.
             if not is_stopped and jax.process_count() == 1:
-                event = dataclasses.replace(event, values=values)
                 # A second error would hide this one.
                 with contextlib.suppress(Exception):
-                    self.saving.save(event, trees, self.signals, epoch_is_over=over)
+                    self._save(values, trees)
             raise
         if self.state is not trees["state"]:
-            trees["state"], trees["final"] = event.original_state(), self.state
-        event = dataclasses.replace(event, values={**values, **event.values})
+            trees["final"] = self.state
         done = {"epochs": self.epochs, "stopped": is_stopped}
-        self.saving.save(event, trees, self.signals, epoch_is_over=over, done=done)
+        self._save({**values, **event.values}, trees, done)
 
-    def _yield_event(self, event: Event) -> Iterator[Event]:
-        """Yields an event, and continues with the state that its hooks left in it."""
+    def _yield_event(self, kind: type[EventT], **fields: Any) -> Generator[Event, None, EventT]:
+        """Yields an event, continues with the state that its hooks left in it, and returns it."""
+        if self.no_metrics is not None:
+            # Bound now: after the next program, the driver has another carry.
+            step, metrics = self.step, self.driver.carry.metrics
+            fields["_metrics"] = lambda: compute_metrics(step, metrics)
+        of_members = traits_of(self.step).is_population
+        event = kind(position=self.position, state=self.state, _of_members=of_members, **fields)
         self._open_event = event
+        # Before a program is dispatched, its predecessor still runs.
+        if not isinstance(event, EpochBegin | ChunkBegin):
+            self._pass_logs(event)
         yield event
         self._open_event, self._last_values = None, event.values
         self._continue_from(event)
+        return event
 
-    def _is_last(self, event: Event) -> bool:
-        """Returns True if the run stops after this event, in all processes."""
-        return event.stopped if self.stopping is None else self.stopping.is_last(event.stopped)
+    def _continue_from(self, event: Event) -> None:
+        """Continues with the state that was assigned to an event, if there is one."""
+        state, carry = event.new_state(), self.driver.carry
+        if state is not None:
+            state = _placement.place_on_mesh(state, self.arguments.sharding)
+            self.driver.begin(carry.replace(state=state) if isinstance(carry, Metered) else state)
 
-    def _save_if_due(self, event: Event) -> None:
-        """Saves the run if that is due or a signal asks it to end; then handles the signal.
+    def _continues_after(self, event: Event) -> bool:
+        """Returns False if the run stops after an event; else saves it if that is due.
 
         A signal that comes while an event is handled waits until here, so that what is saved is
         always the run after an event. One that comes at the end of the run waits for that.
         """
-        saving = self.saving
-        if saving is not None:
+        is_last = event.stopped if self.stopping is None else self.stopping.is_last(event.stopped)
+        if is_last:
+            return False
+        # The last epoch is saved by `_end`.
+        if self._epoch_is_over and self.position.epoch + 1 >= self.epochs:
+            return True
+        if (saving := self.saving) is not None:
             is_asked_to_end = saving.is_asked_to_end(self.signals)
             if is_asked_to_end or saving.is_due(event):
-                saving.save(
-                    event, self._trees_to_save(), self.signals, epoch_is_over=self._epoch_is_over
-                )
+                self._save(event.values, self._trees_to_save())
             if is_asked_to_end:
                 saving.end(self.signals)
         self.signals.handle_pending()
+        return True
 
     def _trees_to_save(self) -> dict[str, PyTree]:
         """Returns the trees of a checkpoint: the state, and within an epoch its metrics so far."""
@@ -272,21 +329,13 @@ class Loop:
             trees["metrics"] = self.driver.carry.metrics
         return trees
 
-    def _begin_epoch(self, position: Position) -> Iterator[Chunk]:
-        """Yields the chunks of an epoch, beginning at the batch of the position."""
-        self.batches.begin(position.epoch, position.batch)
-        yield from chunks(self.batches, self.plan, self.arguments.boundaries, position)
-
-    def _prepare_next_epoch(self) -> None:
-        """Makes the next epoch's first chunk while the device computes the last one of this epoch.
-
-        Only for data that can seek: other data must not be read before the epoch begins.
-        """
-        next_epoch = Position(self.position.step, self.position.epoch + 1)
-        if self.batches.can_seek and next_epoch.epoch < self.epochs:
-            chunks_of_epoch = self._begin_epoch(next_epoch)
-            first = list(itertools.islice(chunks_of_epoch, 1))
-            self._prepared_chunks = itertools.chain(first, chunks_of_epoch)
+    def _save(self, values: dict[str, Any], trees: dict[str, PyTree], done: Any = None) -> None:
+        """Saves the run as it is after an event with these values; see `Saving.save`."""
+        assert self.saving is not None
+        # The recorder saves the logs of the last program, too.
+        self._pass_logs()
+        over = self._epoch_is_over
+        self.saving.save(self.position, values, trees, self.signals, epoch_is_over=over, done=done)
 
     def _with_metrics(self, state: PyTree, metrics: PyTree = None) -> PyTree:
         """Returns the state with metrics if the step has some; by default with empty ones."""
@@ -295,32 +344,3 @@ class Loop:
         metrics = self.no_metrics if metrics is None else metrics
         # A copy: the next program consumes the metrics, and the empty ones are used again.
         return Metered(state, _placement.replicate_beside(copy_arrays(metrics), state))
-
-    def _event_fields(self) -> dict[str, Any]:
-        """Returns the fields that all events have."""
-        of_members = traits_of(self.step).is_population
-        fields = {"position": self.position, "state": self.state, "_of_members": of_members}
-        if self.no_metrics is not None:
-            # Bound now: after the next program, the driver has another carry.
-            step, metrics = self.step, self.driver.carry.metrics
-            fields["_metrics"] = lambda: compute_metrics(step, metrics)
-        return fields
-
-    def _continue_from(self, event: Event) -> None:
-        """Continues with the state of an event; copies it if a hook has changed it."""
-        if not event.is_state_changed():
-            return
-        state = event.state
-        # The next program consumes the state, and only `hand_over` promises that nothing else uses
-        # its arrays.
-        if not event._is_handed_over:
-            # Before the comparison: copies of NumPy arrays and Python numbers are jax arrays.
-            if _tree.structure(state) == _tree.structure(self.state):
-                state = _tree.copy(state)
-            changes = _tree.differences(self.state, state)
-            expected = "a state with the structure, shapes and dtypes it had"
-            advice = "Assign a state with all of its leaves: event.state = new_state."
-            require_no_problems("event.state", changes, expected, advice)
-            state = _placement.place_on_mesh(state, self.arguments.sharding)
-        carry = self.driver.carry
-        self.driver.begin(carry.replace(state=state) if isinstance(carry, Metered) else state)

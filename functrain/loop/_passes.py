@@ -253,7 +253,6 @@ def _begin_pass(
         carry, state = _placement.place_on_mesh((carry, state), sharding)
     driver = Driver(step, kind, rewrites=arguments.rewrites, jit=arguments.jit, put_chunk=put_chunk)
     driver.begin(carry, state)
-    arguments.batches.begin(0)
     return driver
 
 

@@ -1,33 +1,21 @@
 """Runs as iterators over events: the caller decides what happens between programs."""
 
-import contextlib
-import dataclasses
-import functools
 import weakref
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import jax
-
 from functrain.checkpoint._checkpointer import Checkpointer
-from functrain.common import _tree
-from functrain.common._checks import require
 from functrain.common._types import PyTree, Step
-from functrain.distributed._stopping import new_stop_agreement
-from functrain.engine import _placement
-from functrain.engine._plan import FuseArg, Plan, nbytes
+from functrain.engine._placement import ShardingArg
+from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position
-from functrain.engine._programs import initial_metrics
-from functrain.engine._signals import DeferredSignals
-from functrain.engine._trigger import Trigger, longest_interval
-from functrain.loop._arguments import RunArguments, run_arguments
+from functrain.engine._trigger import Trigger
+from functrain.loop._arguments import run_arguments
 from functrain.loop._events import Event
 from functrain.loop._loop import Loop
 from functrain.loop._resuming import Resumed
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
-from functrain.step._metered import MeteredStep
-from functrain.targets._chips import accelerator_of
 
 
 class Run(Iterator[Event]):
@@ -47,36 +35,35 @@ class Run(Iterator[Event]):
     """
 
     def __init__(self, loop: Loop) -> None:
-        # fit reads the loop itself.
-        self.loop = loop
-        # Nothing refers back to this object: it is closed when its last reference is gone. In a
-        # cycle, it would wait for the garbage collector, which runs late and in any thread.
-        self._events = loop.events()
+        # The loop does not refer back to this object, which so is closed when its last reference is
+        # gone. In a cycle, it would wait for the garbage collector, which runs late and in any
+        # thread.
+        self._loop = loop
         # Also runs at the exit of the interpreter, before modules are cleared. `__del__` would run
         # afterwards, and fail.
-        weakref.finalize(self, _close, self._events, loop)
+        weakref.finalize(self, loop.close)
 
     def __repr__(self) -> str:
         return f"Run({self.position})"
 
     def __next__(self) -> Event:
         """Runs the next chunk, if one is due, and returns the next event."""
-        return next(self._events)
+        return next(self._loop.events)
 
     @property
     def position(self) -> Position:
         """The progress of the training."""
-        return self.loop.position
+        return self._loop.position
 
     @property
     def resumed(self) -> Resumed | None:
         """The checkpoint that the run resumed from, with its `position` and `finished`; or None."""
-        return self.loop.resumed
+        return self._loop.resumed
 
     @property
     def state(self) -> PyTree:
         """The current state; the next program consumes it."""
-        return self.loop.state
+        return self._loop.state
 
     def last_complete_state(self) -> tuple[PyTree, Position] | None:
         """Returns the last complete state and its position, after an error during a run.
@@ -84,18 +71,11 @@ class Run(Iterator[Event]):
         Returns None if a program has failed: it has consumed its state. A state that was assigned
         to the last event is returned if it fits.
         """
-        return self.loop.last_complete_state()
+        return self._loop.last_complete_state()
 
     def close(self) -> None:
         """Ends the run here, and waits until checkpoints are written."""
-        _close(self._events, self.loop)
-
-
-def _close(events: Generator[Event, None, None], loop: Loop) -> None:
-    events.close()
-    # A generator that was never started does not run its `finally` clauses.
-    if loop.saving is not None:
-        loop.saving.close(loop.signals)
+        self._loop.close()
 
 
 def run(
@@ -109,7 +89,7 @@ def run(
     fuse: FuseArg = "auto",
     boundaries: Iterable[Trigger] = (),
     rewrites: Mode = "auto",
-    sharding: _placement.ShardingArg = None,
+    sharding: ShardingArg = None,
     jit: bool = True,
     donate: bool = False,
     checkpointer: Checkpointer | None = None,
@@ -202,96 +182,4 @@ def run(
         donate=donate,
     )
     saving = None if checkpointer is None else Saving(checkpointer, arguments.batches, {})
-    return begin_run(state, step, arguments, saving=saving)
-
-
-def begin_run(
-    state: PyTree,
-    step: Step[Any],
-    arguments: RunArguments,
-    *,
-    saving: Saving | None = None,
-    signals: DeferredSignals | None = None,
-    plan: Plan | None = None,
-    like_keras: bool = False,
-) -> Run:
-    """Returns the events of a run: resumes it, or takes over or copies the state.
-
-    Args:
-      state: The state.
-      step: The step.
-      arguments: The other arguments of the run.
-      saving: Saves the run after an event has been handled, and resumes it.
-      signals: The signals that the caller defers. By default the run defers SIGTERM if it saves.
-      plan: Chooses K; by default it is made from the arguments.
-      like_keras: See `Loop`.
-    """
-    no_metrics = initial_metrics(step, state) if isinstance(step, MeteredStep) else None
-    resumed: Resumed | None = None
-    owns_signals = signals is None
-    signals = signals or DeferredSignals("run", saves=saving is not None)
-    # If an error occurs before the first event, the checkpoint directory must be released again.
-    with contextlib.ExitStack() as undo:
-        if saving is not None:
-            undo.callback(saving.close, signals)
-            boundaries = (*arguments.boundaries, saving.trigger)
-            arguments = dataclasses.replace(arguments, boundaries=boundaries)
-            # Some data cannot seek, and must note their position from the first batch on.
-            arguments.batches.track()
-            # The caller's arrays show where to put those of the checkpoint. A copy would be a
-            # second state in memory during the read, and so would a state that the run takes over.
-            like = _placement.abstract_on_mesh(state, arguments.sharding)
-            is_consumed = arguments.donate and not like_keras
-            release = functools.partial(_tree.delete, state) if is_consumed else None
-            resumed = saving.resume(like, no_metrics, arguments.epochs, release=release)
-        if resumed is not None:
-            arguments = dataclasses.replace(
-                arguments, epochs=resumed.epochs, position=resumed.position
-            )
-            carry = _tree.copy_if_needed(resumed.state)
-        elif like_keras:
-            # The hook of bridge hands over its own state before the first step.
-            carry = state
-        else:
-            carry = _own(state, arguments)
-        arguments.batches.require_epochs(arguments.epochs - arguments.position.epoch)
-        # Processes that share arrays or checkpoints must stop at the same step.
-        is_shared = jax.process_count() > 1 and (
-            saving is not None or _placement.spans_processes(carry, arguments.sharding)
-        )
-        loop = Loop(
-            carry=carry,
-            step=step,
-            arguments=arguments,
-            plan=plan or _plan(carry, arguments),
-            no_metrics=no_metrics,
-            saving=saving,
-            resumed=resumed,
-            stopping=new_stop_agreement() if is_shared else None,
-            signals=signals,
-            owns_signals=owns_signals,
-            like_keras=like_keras,
-        )
-        # From here on, the run closes `saving`.
-        undo.pop_all()
-    return Run(loop)
-
-
-def _own(state: PyTree, arguments: RunArguments) -> PyTree:
-    """Returns a state that nothing else refers to: a copy, or the caller's with ``donate=True``."""
-    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state))
-    advice = "Pass the state itself: there is no checkpoint to resume from."
-    require(not is_abstract, "state", "arrays with values", state, advice)
-    owned = _tree.copy_if_needed(state) if arguments.donate else _tree.copy(state)
-    return _placement.place_on_mesh(owned, arguments.sharding)
-
-
-def _plan(carry: PyTree, arguments: RunArguments) -> Plan:
-    """Returns a plan of chunks that end with epochs, and where a hook or a save is due."""
-    batches, triggers = arguments.batches, arguments.boundaries
-    return Plan(
-        arguments.fuse,
-        state_bytes=nbytes(carry),
-        intervals=lambda: [batches.full_steps, longest_interval(triggers)],
-        chip=accelerator_of(carry),
-    )
+    return Run(Loop(state, step, arguments, saving=saving))

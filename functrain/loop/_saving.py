@@ -1,19 +1,24 @@
 """Saves a run in checkpoints."""
 
+import functools
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._processes import is_multiprocess
 from functrain.checkpoint._processes import main_group as processes
+from functrain.common import _tree
 from functrain.common._checks import require, require_instance
 from functrain.common._log_values import split_members
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches
+from functrain.engine._placement import abstract_on_mesh
+from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals, has_preemption_service, is_time_to_end
+from functrain.loop._arguments import RunArguments
 from functrain.loop._events import EpochEnd, Event
 from functrain.loop._finite import LossWatch
 from functrain.loop._resuming import Part, Resumed, resume
@@ -27,7 +32,6 @@ class Saving:
       batches: The data.
       parts: Further parts of the run that are saved and resumed, by name.
       losses: The losses of the run. The last checkpoint before they became NaN is kept.
-      flush_logs: Passes the logs of the last program to the parts, which save them.
 
     Attributes:
       trigger: The trigger at whose steps chunks must end.
@@ -43,7 +47,6 @@ class Saving:
         batches: Batches,
         parts: Mapping[str, Part],
         losses: LossWatch | None = None,
-        flush_logs: Callable[[], None] = lambda: None,
     ) -> None:
         advice = "Make one with functrain.Checkpointer('run')."
         expected = "a functrain.Checkpointer"
@@ -54,16 +57,33 @@ class Saving:
         expected = "every=functrain.every(steps=...) or epochs= in several processes"
         require(is_valid, "checkpointer", expected, checkpointer)
         self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
-        self._losses, self._flush_logs = losses, flush_logs
+        self._losses = losses
         self._is_to_end = False
         # An interval in seconds begins with the run.
         self._last_save_time = time.perf_counter()
         self._has_checked_monitor = checkpointer.monitor is None
         self._resumed: Resumed | None = None
 
-    def resume(self, *args: Any, **options: Any) -> Resumed | None:
-        """Reads the last checkpoint; takes the arguments of `_resuming.resume` from `state` on."""
-        self._resumed = resume(self._checkpointer, self._batches, self._parts, *args, **options)
+    def resume(
+        self, state: PyTree, metrics: PyTree, arguments: RunArguments, *, releases: bool
+    ) -> Resumed | None:
+        """Reads the last checkpoint, and restores the data and the parts; None if there is none.
+
+        Args:
+          state: The caller's state, which shows where to put the arrays of the checkpoint.
+          metrics: A tree like the run's metrics, or None.
+          arguments: The arguments of the run.
+          releases: True to free the caller's state before the arrays are read.
+        """
+        # Some data cannot seek, and must note their position from the first batch on.
+        self._batches.track()
+        # A copy would be a second state in memory during the read, and so would a state that the
+        # run takes over.
+        like = abstract_on_mesh(state, arguments.sharding)
+        release = functools.partial(_tree.delete, state) if releases else None
+        self._resumed = resume(
+            self._checkpointer, self._batches, self._parts, like, metrics, arguments.epochs, release
+        )
         return self._resumed
 
     def is_due(self, event: Event) -> bool:
@@ -74,7 +94,8 @@ class Saving:
 
     def save(
         self,
-        event: Event,
+        position: Position,
+        values: Mapping[str, Any],
         trees: dict[str, PyTree],
         signals: DeferredSignals,
         *,
@@ -84,15 +105,15 @@ class Saving:
         """Saves the run as it is after an event.
 
         Args:
-          event: The event.
+          position: The position of the run.
+          values: The values of the event.
           trees: The state, and in mid-epoch the metrics.
           signals: The deferred signals, which are discarded if the save fails.
           epoch_is_over: True if the event at the end of the epoch has been yielded.
           done: For a run that is over, its number of epochs, and whether it was stopped.
         """
-        self._flush_logs()
         self._last_save_time = time.perf_counter()
-        self._check_monitor(event.values, epoch_is_over)
+        self._check_monitor(values, epoch_is_over)
         documents = {name: part.state() for name, part in self._parts.items()}
         if self._resumed is not None and self._resumed.nothing_left:
             documents["data"] = self._resumed.data
@@ -103,12 +124,12 @@ class Saving:
         with signals.discard_on_error(), self._checkpointer._save_lock:
             self._checkpointer._write(
                 trees,
-                event.position,
-                event.values,
+                position,
+                values,
                 documents,
                 # After the end, no program consumes the state while it is written.
                 copy=done is None,
-                kept_before=None if last is None or last >= event.step else last,
+                kept_before=None if last is None or last >= position.step else last,
                 epoch_over=epoch_is_over,
                 done=done,
                 data=self._batches.fingerprint(),

@@ -19,9 +19,7 @@ from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner, triggers_of
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._arguments import run_arguments
-from functrain.loop._events import LateLogs
 from functrain.loop._loop import Loop
-from functrain.loop._run import Run, begin_run
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
 from functrain.step._metered import MeteredStep
@@ -188,21 +186,19 @@ def fit(
     look_ahead(state, step, arguments, runner.unscheduled(), checkpointer)
     is_population = traits_of(step).is_population
     recorder = Recorder(arguments.position.step, is_population, keeps_steps=history == "steps")
-    logs = LateLogs(recorder.logs, runner.logs)
     saving: Saving | None = None
     if checkpointer is not None:
         # Raises an error if a checkpoint could not tell two hooks apart.
         runner.resumable()
         parts: dict[str, Any] = {"history": recorder, "hooks": runner, "losses": recorder.losses}
-        saving = Saving(
-            checkpointer, arguments.batches, parts, losses=recorder.losses, flush_logs=logs.flush
-        )
+        saving = Saving(checkpointer, arguments.batches, parts, losses=recorder.losses)
     signals = DeferredSignals("fit", saves=saving is not None)
-    events = begin_run(state, step, arguments, saving=saving, signals=signals)
-    loop, first_position = events.loop, events.loop.position
+    receivers = [recorder.logs, runner.logs]
+    loop = Loop(state, step, arguments, receivers=receivers, saving=saving, signals=signals)
+    first_position = loop.position
     try:
         with signals:
-            _handle_events(events, runner, recorder, logs, verbose)
+            _handle_events(loop, runner, recorder, verbose)
     except BaseException as error:
         if loop.position != first_position:
             _attach_result(error, loop, recorder)
@@ -222,24 +218,20 @@ def fit(
     return FitResult(loop.state, recorder.history())
 
 
-def _handle_events(
-    events: Run, runner: HookRunner, recorder: Recorder, logs: LateLogs, verbose: Verbose
-) -> None:
+def _handle_events(loop: Loop, runner: HookRunner, recorder: Recorder, verbose: Verbose) -> None:
     """Calls hooks, recorder and progress report with the events of a run."""
-    loop, resumed = events.loop, events.loop.resumed
     # Of several processes, only one reports.
     verbose = verbose if jax.process_index() == 0 else 0
     progress = ProgressReport(
-        loop.epochs, loop.batches.steps, verbose, loop.position, resumed=resumed
+        loop.epochs, loop.batches.steps, verbose, loop.position, resumed=loop.resumed
     )
     # The hooks of a finished fit have handled its end, and their values are in its history.
-    if resumed is not None and resumed.finished:
-        with contextlib.closing(events), progress:
+    if loop.resumed is not None and loop.resumed.finished:
+        with contextlib.closing(loop), progress:
             return
     # The run is closed first, which may save it with the states of the hooks.
-    with runner.running(), progress, contextlib.closing(events), logs:
-        for event in events:
-            logs(event)
+    with runner.running(), progress, contextlib.closing(loop):
+        for event in loop.events:
             # Hooks see the means of an epoch, and the recorder keeps the values that hooks add.
             recorder.before(event)
             runner(event)

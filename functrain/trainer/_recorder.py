@@ -56,12 +56,15 @@ class Recorder:
         self._within_epochs: dict[str, dict[str, list[Any]]] = {}
         self._start_time = self._epoch_start_time = time.perf_counter()
         self.first_steps_seconds, self._has_steps = float("nan"), False
+        self._has_warned = False
         self.losses = LossWatch()
         self.latest: dict[str, Any] = {}
 
     def logs(self, event: ChunkEnd) -> None:
         """Adds the logs of a chunk."""
         logs = event.host_logs()
+        if event._has_equal_weight:
+            self._warn_of_equal_weights(logs)
         if not self._has_steps:
             self._has_steps = True
             self.first_steps_seconds = time.perf_counter() - self._start_time
@@ -75,6 +78,17 @@ class Recorder:
             self._epoch_parts = _merge(self._epoch_parts)
         self.latest = {name: to_floats(x[-1]) for name, x in logs.items()}
         self.losses.logs(event)
+
+    def _warn_of_equal_weights(self, logs: Iterable[str]) -> None:
+        """Warns once that batches of several shapes have equal weights, if the loss has none."""
+        if self._has_warned or any(isinstance(name, SumOfWeights) for name in logs):
+            return
+        self._has_warned = True
+        warn(
+            "data: expected batches whose arrays share the axis of examples, got several shapes "
+            "that do not, so every batch counts once in the means of an epoch. Let the loss return "
+            "the number that it was divided by, Aux(model_state, weight=number)."
+        )
 
     def before(self, event: Event) -> None:
         """Adds the epoch's means and metrics to its event, so that hooks see them."""

@@ -30,7 +30,6 @@ def test_copies_and_gathers_are_what_numpy_makes_with_zeros_behind_them() -> Non
 def test_chunks_reach_a_cpu_device_without_a_copy(as_loader, shuffle) -> None:
     loader = ft.ArrayLoader(np.ones((50, 33), np.float32), 7, shuffle=shuffle)
     batches = as_batches(loader if as_loader else list(loader.epoch(0)))
-    batches.begin(0)
     for chunk in chunks(batches, Plan(3)):
         if chunk.k == 3:
             pointer = jax.device_put(chunk.batches).unsafe_buffer_pointer()

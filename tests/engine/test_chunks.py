@@ -42,7 +42,6 @@ class Feed:
         )
 
     def epoch(self, epoch: int = 0, step: int = 0, start: int = 0) -> Any:
-        self.batches.begin(epoch, start)
         position = ft.Position(step + start, epoch, start)
         return chunks(self.batches, self.plan, self.boundaries, position)
 

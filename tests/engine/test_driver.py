@@ -19,7 +19,6 @@ X = np.arange(64, dtype=np.float32)
 
 def chunks(k: int = 2, batch: int = 2) -> Any:
     batches = as_batches(ft.ArrayLoader(X, batch))
-    batches.begin(0)
     return _plan.chunks(batches, Plan(k))
 
 
@@ -78,7 +77,6 @@ def test_large_outputs_make_for_shorter_programs() -> None:
     def seen(fuse: Any) -> int:
         data = ft.ArrayLoader(X, 4)
         batches, plan = as_batches(data), Plan(fuse, row_bytes=rows)
-        batches.begin(0)
         next(_plan.chunks(batches, plan))
         return plan.first.k
 

@@ -135,7 +135,7 @@ def output(verbose, terminal):
     console = Console(file=stream, force_terminal=terminal, width=160, color_system=None)
     state, step = setup({"mae": ft.metrics.mean_absolute_error()})
     recorder = Recorder()
-    logs = LateLogs(recorder.logs)
+    logs = LateLogs([recorder.logs])
     with ProgressReport(2, 11, verbose, console=console) as progress:
         loader = ft.ArrayLoader((X, Y), 10)
         for event in ft.run(state, step, loader, epochs=2, fuse=2):
