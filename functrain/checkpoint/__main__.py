@@ -3,8 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
@@ -36,22 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"{path}: {len(manifests)} intact, {len(damage)} damaged")
     for checkpoint, manifest in manifests.items():
-        print(describe(checkpoint, manifest))
+        size = format_bytes(manifest["bytes"])
+        entries = [manifest.get("saved_at"), manifest.get("position"), size, manifest["values"]]
+        print(os.path.basename(checkpoint), *filter(None, entries), sep="  ")
     for message in damage.values():
         print(f"damaged: {message}")
     return 1 if damage else 0
-
-
-def describe(path: str, manifest: Mapping[str, Any]) -> str:
-    """Returns a line about a checkpoint."""
-    position = manifest.get("position", {})
-    parts = [os.path.basename(path), f"saved {manifest.get('saved_at', '?')}"]
-    if manifest.get("epoch_over"):
-        parts.append(f"{position['epoch'] + 1} epochs")
-    elif position:
-        parts.append(f"{position['epoch']} epochs, {position['batch']:,} batches")
-    values = [f"{name}={value:.4g}" for name, value in manifest["values"].items()]
-    return "  ".join([*parts, format_bytes(manifest["bytes"]), *values])
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ import numpy as np
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._arrays import DTYPES, StoredArrays
 from functrain.checkpoint._errors import CheckpointMismatchError, corrupt_on
-from functrain.checkpoint._files import files_at
-from functrain.checkpoint._manifest import STATE, read_manifest
+from functrain.checkpoint._manifest import STATE
 from functrain.common import _tree
 from functrain.common._library import import_optional
 
@@ -44,9 +43,9 @@ class ArrayFile(NamedTuple):
 def open_arrays(
     path: str, manifest: Mapping[str, Any] | None = None
 ) -> contextlib.AbstractContextManager[ArrayFile]:
-    """Opens a checkpoint, whose manifest may be given, or a file of a format its suffix tells."""
-    if "" not in files_at(path).names(path):
-        return _open_checkpoint(path, manifest or read_manifest(path))
+    """Opens a checkpoint, whose manifest is given, or a file of a format its suffix tells."""
+    if manifest is not None:
+        return _open_checkpoint(path, manifest)
     readers = {".safetensors": _open_safetensors, ".keras": _open_keras}
     readers |= {".h5": _open_hdf5, ".hdf5": _open_hdf5}
     suffix = os.path.splitext(path)[1].lower()
@@ -62,12 +61,9 @@ def open_arrays(
 def _open_checkpoint(directory: str, manifest: Mapping[str, Any]) -> Iterator[ArrayFile]:
     """Opens the state in a checkpoint; of a finished run, the state that it returned."""
     tree = "final" if "final" in manifest["trees"] else STATE
-    names, specs = dict[str, str](), dict[str, str]()
-    for name, record in manifest["leaves"].items():
-        if _leaves.tree_name(name) == tree:
-            path = _leaves.leaf_path(name)
-            names[path], specs[path] = name, record["spec"]
-
+    leaves = manifest["leaves"]
+    names = {_leaves.leaf_path(name): name for name in leaves if _leaves.tree_name(name) == tree}
+    specs = {path: leaves[name]["spec"] for path, name in names.items()}
     with StoredArrays(directory, manifest) as stored:
         yield ArrayFile(specs, lambda path: stored.read(names[path]))
 
@@ -88,16 +84,14 @@ def _open_safetensors(path: str) -> Iterator[ArrayFile]:
     header.pop("__metadata__", None)
 
     def read(name: str) -> np.ndarray:
-        dtype = jnp.dtype(DTYPES[header[name]["dtype"]])
         begin, end = header[name]["data_offsets"]
         offset = 8 + header_length + begin
         data = np.fromfile(path, np.uint8, end - begin, offset=offset)
-        return data.view(dtype).reshape(header[name]["shape"])
+        array: np.ndarray = data.view(jnp.dtype(dtypes[name])).reshape(header[name]["shape"])
+        return array
 
-    specs = {}
-    for name, record in header.items():
-        dtype = DTYPES.get(record["dtype"], record["dtype"])
-        specs[name] = _tree.format_spec(dtype, record["shape"])
+    dtypes = {name: DTYPES.get(x["dtype"], x["dtype"]) for name, x in header.items()}
+    specs = {name: _tree.format_spec(dtypes[name], x["shape"]) for name, x in header.items()}
     yield ArrayFile(specs, read)
 
 

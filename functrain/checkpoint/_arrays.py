@@ -9,7 +9,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,12 +33,8 @@ DTYPES |= {"F16": "float16", "F32": "float32", "F64": "float64"}
 _SAFETENSORS_NAMES = dict(zip(DTYPES.values(), DTYPES, strict=True))
 
 
-def write_arrays(
-    file: Any, leaves: Mapping[str, Leaf], check: Callable[[], None] = lambda: None
-) -> tuple[int, int, str, dict[str, Any]]:
+def write_arrays(file: Any, leaves: Mapping[str, Leaf]) -> tuple[int, int, str, dict[str, Any]]:
     """Writes the parts that this process has into an open file.
-
-    `check` is called before each chunk; its exception ends the writing.
 
     Returns:
       The sizes of the file and of its header, the checksum of the header, and by leaf ``[offset in
@@ -65,17 +61,16 @@ def write_arrays(
     for name, leaf in leaves.items():
         for box, array in leaf.shards:
             begin = file.tell()
-            checksum = _write_in_chunks(file, array, check)
+            checksum = _write_in_chunks(file, array)
             record = [begin, _box_to_text(box), f"{checksum:08x}"]
             shards.setdefault(name, []).append(record)
     return len(text) + offset, len(text), f"{zlib.crc32(text):08x}", shards
 
 
-def _write_in_chunks(file: Any, array: np.ndarray, check: Callable[[], None]) -> int:
+def _write_in_chunks(file: Any, array: np.ndarray) -> int:
     """Writes the bytes of an array, and returns their checksum."""
     data, checksum = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, 0
     for begin in range(0, array.nbytes, _CHUNK_BYTES):
-        check()
         chunk = data[begin : begin + _CHUNK_BYTES]
         checksum = zlib.crc32(chunk, checksum)
         file.write(chunk)
@@ -90,26 +85,23 @@ def _box_to_text(box: Box) -> str:
 
 
 def _text_to_box(text: str) -> Box:
-    return tuple(slice(*map(int, side.split(":"))) for side in text.split(",") if side)
+    return tuple(range(*map(int, side.split(":"))) for side in text.split(",") if side)
 
 
-def _box_shape(box: Box) -> tuple[int, ...]:
-    return tuple(side.stop - side.start for side in box)
+def _size(box: Box) -> int:
+    return math.prod(map(len, box))
 
 
-def _relative(box: Box, origin: Box) -> Box:
-    """Returns a box within another one, relative to its start."""
+def _index_in(origin: Box, box: Box) -> tuple[slice, ...]:
+    """Returns the index of a box in the array of another one that contains it."""
     pairs = zip(box, origin, strict=True)
     return tuple(slice(x.start - y.start, x.stop - y.start) for x, y in pairs)
 
 
 def _intersection(a: Box, b: Box) -> Box:
     """Returns the common part of two boxes; a box of size 0 if there is none."""
-    sides = []
-    for x, y in zip(a, b, strict=True):
-        start = max(x.start, y.start)
-        sides.append(slice(start, max(start, min(x.stop, y.stop))))
-    return tuple(sides)
+    pairs = zip(a, b, strict=True)
+    return tuple(range(max(x.start, y.start), min(x.stop, y.stop)) for x, y in pairs)
 
 
 def is_complete(record: Mapping[str, Any]) -> bool:
@@ -117,7 +109,7 @@ def is_complete(record: Mapping[str, Any]) -> bool:
     _, shape = _stored_spec(record)
     # The parts of a sharding are cells of a grid, so that two of them are equal or disjoint.
     texts = [text for _, _, text, _ in record["shards"]]
-    size = sum(math.prod(_box_shape(_text_to_box(text))) for text in texts)
+    size = sum(_size(_text_to_box(text)) for text in texts)
     return size == math.prod(shape) and len(set(texts)) == len(texts)
 
 
@@ -131,22 +123,17 @@ def _stored_spec(record: Mapping[str, Any]) -> tuple[np.dtype[Any], tuple[int, .
 
 
 class StoredArrays(contextlib.ExitStack):
-    """The arrays of a checkpoint. As a context manager, it closes their files.
+    """The arrays of a checkpoint. As a context manager, it closes their files."""
 
-    `check` is called before each chunk; its exception ends the reading.
-    """
-
-    def __init__(
-        self, directory: str, manifest: Any, check: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, directory: str, manifest: Any) -> None:
         super().__init__()
-        self.directory, self.manifest, self._check = directory, manifest, check
+        self.directory, self.manifest = directory, manifest
         self._storage, self._files = files_at(directory), dict[int, Any]()
         # Devices ask for one part after the other, often out of the same shard.
         self._last_shard: tuple[Any, np.ndarray] = (None, np.zeros(0))
 
-    def read(self, name: str, box: Box | None = None) -> np.ndarray:
-        """Returns the part of an array in a box, or all of it, after comparing checksums.
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """Returns the part of an array at an index, or all of it, after comparing checksums.
 
         Raises CheckpointCorruptError, which names the leaf.
         """
@@ -157,22 +144,23 @@ class StoredArrays(contextlib.ExitStack):
             dtype, shape = _stored_spec(record)
             if not is_complete(record):
                 raise ValueError("parts of it are missing, or there twice")
-            box = _leaves.full_box(shape) if box is None else box
+            box = _leaves.box_at(index, shape)
+            box_shape = tuple(map(len, box))
             result: np.ndarray | None = None
             for process, offset, text, checksum in record["shards"]:
                 shard_box = _text_to_box(text)
                 common = _intersection(shard_box, box)
                 # A checkpoint of many processes has many files: only those needed are opened.
-                if math.prod(_box_shape(common)):
-                    place = process, offset, math.prod(_box_shape(shard_box)) * dtype.itemsize
+                if _size(common):
+                    place = process, offset, _size(shard_box) * dtype.itemsize
                     data = self._read_shard(*place, checksum)
-                    shard = data.view(dtype).reshape(_box_shape(shard_box))
+                    shard = data.view(dtype).reshape(tuple(map(len, shard_box)))
                     if shard_box == box:
                         return shard
                     self._last_shard = place, data
-                    result = np.empty(_box_shape(box), dtype) if result is None else result
-                    result[_relative(common, box)] = shard[_relative(common, shard_box)]
-            return np.empty(_box_shape(box), dtype) if result is None else result
+                    result = np.empty(box_shape, dtype) if result is None else result
+                    result[_index_in(box, common)] = shard[_index_in(shard_box, common)]
+            return np.empty(box_shape, dtype) if result is None else result
 
     def _read_shard(self, process: int, offset: int, count: int, checksum: str) -> np.ndarray:
         """Returns the bytes of a shard, after comparing their checksum."""
@@ -186,7 +174,6 @@ class StoredArrays(contextlib.ExitStack):
         crc32, data = 0, np.empty(count, np.uint8)
         file.seek(offset)
         for begin in range(0, count, _CHUNK_BYTES):
-            self._check()
             with self._storage.errors(self.directory):
                 chunk = file.read(min(_CHUNK_BYTES, count - begin))
             crc32 = zlib.crc32(chunk, crc32)

@@ -57,7 +57,7 @@ class Restored(NamedTuple):
 def read_checkpoint(likes: Likes, path: str, manifest: dict[str, Any]) -> Content:
     """Loads a checkpoint. Returns its content, its trees by name, and its manifest."""
     expected = f"{path}: expected a position and documents"
-    with StoredArrays(path, manifest, _processes.main_group.require_no_failure) as stored:
+    with StoredArrays(path, manifest) as stored:
         trees = _read_trees(stored, likes(manifest))
         with corrupt_on(*PARSE_ERRORS, expected=expected):
             documents = _manifest.decode(manifest["documents"], stored.read)
@@ -76,17 +76,17 @@ def _read_trees(stored: StoredArrays, likes: dict[str, PyTree]) -> dict[str, PyT
     return trees
 
 
-def read_current(directory: str, read: Callable[[dict[str, Any]], _T]) -> _T:
-    """Calls a function with the manifest of a checkpoint; again if it is replaced meanwhile."""
-    manifest = _manifest.read_manifest(directory)
+def read_current(path: str, read: Callable[[str, dict[str, Any]], _T]) -> _T:
+    """Calls a function with the path of a checkpoint and its manifest; again if it is replaced."""
+    manifest = _manifest.read_manifest(path)
     while True:
         try:
-            return read(manifest)
+            return read(path, manifest)
         except Exception:
             # Several processes would see the replacement at different times.
             if _processes.is_multiprocess():
                 raise
-            older, manifest = manifest, _manifest.read_manifest(directory)
+            older, manifest = manifest, _manifest.read_manifest(path)
             if manifest["save_id"] == older["save_id"]:
                 raise
 
@@ -97,8 +97,8 @@ def verify(directory: str) -> dict[str, Any]:
     The CheckpointCorruptError names the first damaged leaf.
     """
 
-    def read(manifest: dict[str, Any]) -> dict[str, Any]:
-        with StoredArrays(directory, manifest) as stored:
+    def read(path: str, manifest: dict[str, Any]) -> dict[str, Any]:
+        with StoredArrays(path, manifest) as stored:
             for name in manifest["leaves"]:
                 stored.read(name)
         return manifest
@@ -126,7 +126,7 @@ def write_checkpoint(
     specs = {name: leaves[name].spec for name in shared_names}
     shared = group.call_on_first(lambda: [directory, specs, secrets.token_hex(4)])
     first_directory, first_specs, save_id = shared
-    manifest: list[bytes] = []
+    is_committing = False
 
     def write_parts() -> Any:
         _processes.require_same_path(directory, first_directory)
@@ -139,9 +139,10 @@ def write_checkpoint(
         files.make_directory(directory)
         path = os.path.join(directory, arrays_name(jax.process_index(), save_id))
         with files.create(path) as file:
-            return write_arrays(file, leaves, group.require_no_failure)
+            return write_arrays(file, leaves)
 
-    def prepare_manifest() -> None:
+    def commit() -> None:
+        nonlocal is_committing
         names = [arrays_name(process, save_id) for process in range(len(outcomes))]
         are_visible = _processes.wait_until(lambda: files.has(directory, names))
         expected = "the arrays that all processes have written"
@@ -154,29 +155,26 @@ def write_checkpoint(
             records[f"{FILE}/{names[process]}"] = {"spec": f"uint8[{length}]", "shards": [header]}
         size = sum(size for size, *_ in outcomes)
         all_entries = {**entries, "save_id": save_id, "bytes": size}
-        manifest.append(_manifest.format_manifest(all_entries, records))
+        manifest = _manifest.format_manifest(all_entries, records)
         require_writer()
+        is_committing = True
+        files.replace(os.path.join(directory, MANIFEST), manifest)
+        # What cannot be deleted now is left to the next writer.
+        with contextlib.suppress(OSError, ObjectStoreError):
+            delete_unneeded(directory, save_id)
 
     with errors_name_path(directory):
         try:
             outcomes = group.gather(write_parts)
-            group.call_on_first(prepare_manifest)
+            group.call_on_first(commit)
         except BaseException:
-            # A full disk needs the space.
-            if _processes.is_first():
+            # A full disk needs the space. But an upload that fails may have stored the manifest,
+            # which needs the arrays.
+            if _processes.is_first() and not is_committing:
                 with contextlib.suppress(OSError, ObjectStoreError):
                     names = files.names(directory)
                     files.delete(directory, [x for x in names if f"-{save_id}." in x])
             raise
-
-        def commit() -> None:
-            files.replace(os.path.join(directory, MANIFEST), manifest[0])
-            # What cannot be deleted now is left to the next writer.
-            with contextlib.suppress(OSError, ObjectStoreError):
-                delete_unneeded(directory, save_id)
-
-        # An upload that fails may have stored the manifest, which needs the arrays.
-        group.call_on_first(commit)
 
 
 def _leaf_records(
@@ -298,8 +296,8 @@ def load(path: str | os.PathLike[str], like: PyTree) -> PyTree:
     """
     target = resolve_path(path)
 
-    def read(manifest: dict[str, Any]) -> PyTree:
-        with StoredArrays(target, manifest, _processes.main_group.require_no_failure) as stored:
+    def read(path: str, manifest: dict[str, Any]) -> PyTree:
+        with StoredArrays(path, manifest) as stored:
             return _read_trees(stored, {STATE: like})[STATE]
 
     with _processes.main_group.raise_in_all():

@@ -151,14 +151,10 @@ class Checkpointer:
                 position = as_position(state, position)
                 self.wait()  # the save in progress may be that of a later step
                 # `restore` would otherwise return the later one, of a run that was abandoned.
-                last_step = self.latest()
-                require(
-                    last_step is None or last_step <= position.step,
-                    self.directory,
-                    f"a step after {last_step}, the step of the last checkpoint",
-                    position.step,
-                    f"To resume from an earlier one: rollback({position.step}).",
-                )
+                step, last_step = position.step, max(self.steps(), default=-1)
+                expected = f"a step after {last_step}, the step of the last checkpoint"
+                advice = f"To resume from an earlier one: rollback({step})."
+                require(last_step <= step, self.directory, expected, step, advice)
             self._write({STATE: state}, position, values or {}, documents or {}, copy=not wait)
             # With the lock: the save of another thread would get this one's error.
             if wait:
@@ -256,8 +252,8 @@ class Checkpointer:
         # another than the first may be old. They must not answer differently.
         if _processes.is_multiprocess():
             self.wait()
-        group = _processes.main_group
-        return bool(group.call_on_first(lambda: self._monitored.is_improved(value)))
+        is_improved = self._monitored.is_improved
+        return bool(_processes.main_group.call_on_first(lambda: is_improved(value)))
 
     def _write(
         self,
@@ -316,4 +312,4 @@ class Checkpointer:
         _directory.visible_steps(self.directory)
         with _processes.main_group.raise_in_all():
             path = _directory.path_of(self.directory, step)
-            return _checkpoint.read_current(path, functools.partial(read, path))
+            return _checkpoint.read_current(path, read)

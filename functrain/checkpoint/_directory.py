@@ -1,7 +1,6 @@
 """A directory with one checkpoint per step, such as `000000001200`."""
 
 import contextlib
-import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -69,7 +68,7 @@ def read_newest(directory: str, read: Callable[[str, dict[str, Any]], _T]) -> _T
 
         def find_damage(path: str = path, results: list[_T] = results) -> str:
             try:
-                results.append(read_current(path, functools.partial(read, path)))
+                results.append(read_current(path, read))
             except CheckpointCorruptError as error:
                 return str(error)
             return ""

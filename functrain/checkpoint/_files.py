@@ -74,17 +74,16 @@ class Disk:
         Of an empty folder it returns the name of the folder, and of a file {""}.
         """
         try:
-            entries = list(os.scandir(directory))
+            listed = {entry.name: entry for entry in os.scandir(directory)}
         except FileNotFoundError:
             return set()
         except NotADirectoryError:
             return {""} if os.path.lexists(directory) else set()
-        listed = {entry.name for entry in entries}
         # A link may lead anywhere.
-        folders = {entry.name for entry in entries if entry.is_dir(follow_symlinks=False)}
-        steps = sorted(filter(is_step_name, folders))
-        names = listed.difference(steps)
+        folders = [name for name, entry in listed.items() if entry.is_dir(follow_symlinks=False)]
         # The oldest first: a writer removes one after it has written a newer one.
+        steps = sorted(filter(is_step_name, folders))
+        names = set(listed).difference(steps)
         for step in steps:
             in_folder = self.names(os.path.join(directory, step))
             names |= {f"{step}/{name}" for name in in_folder} or {step}

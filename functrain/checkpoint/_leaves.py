@@ -9,11 +9,11 @@ import numpy as np
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._processes import is_first
 from functrain.common import _tree
-from functrain.common._checks import require_no_problems
+from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 
-Box = tuple[slice, ...]  # a part of an array: start and stop on each axis
-Reader = Callable[..., np.ndarray]  # returns the part of an array in a box; all of it by default
+Box = tuple[range, ...]  # a part of an array: its range on each axis
+Reader = Callable[..., np.ndarray]  # returns the part of an array at an index; all by default
 
 
 class Leaf(NamedTuple):
@@ -34,11 +34,8 @@ def named_leaves(trees: dict[str, PyTree]) -> dict[str, Any]:
     """Returns the leaves of trees by name: ``TREE/PATH``, such as ``state/params/w``."""
     leaves: dict[str, Any] = {}
     for name, leaf in _tree.leaves_with_path(trees):
-        if name in leaves:  # {"a/b": x, "a": {"b": y}}
-            raise ValueError(
-                f"{leaf_path(name)}: expected one leaf of this path, got two. Rename a key that "
-                "has '/' in it."
-            )
+        advice = "Rename a key that has '/' in it."  # {"a/b": x, "a": {"b": y}}
+        require(name not in leaves, leaf_path(name), "one leaf of this path", 2, advice)
         leaves[name] = leaf
     return leaves
 
@@ -53,14 +50,12 @@ def leaf_path(name: str) -> str:
     return name.partition("/")[2] or "(root)"
 
 
-def full_box(shape: tuple[int, ...]) -> Box:
-    """Returns the box of a whole array."""
-    return tuple(slice(0, length) for length in shape)
-
-
-def _index_to_box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    """Returns the box of a shard's index, whose slices may have None for start or stop."""
-    return tuple(slice(*x.indices(length)[:2]) for x, length in zip(index, shape, strict=True))
+def box_at(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Box:
+    """Returns the box of a shard's index; None is that of the whole array."""
+    full_box = tuple(map(range, shape))
+    if index is None:
+        return full_box
+    return tuple(side[part] for side, part in zip(full_box, index, strict=True))
 
 
 def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, Leaf]:
@@ -70,12 +65,9 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
     whole in this process is assumed to be the same in all processes that have it. `copy` copies
     arrays that are in host memory already, in case the next programs donate them.
     """
-    arrays: dict[str, Any] = {}
-    local_arrays: dict[str, jax.Array] = {}
-    for name, leaf in leaves.items():
-        array = arrays[name] = _to_storable(leaf_path(name), leaf)
-        if isinstance(array, jax.Array) and array.is_fully_addressable:
-            local_arrays[name] = array
+    arrays: dict[str, Any] = {x: _to_storable(leaf_path(x), leaf) for x, leaf in leaves.items()}
+    on_devices = {name: x for name, x in arrays.items() if isinstance(x, jax.Array)}
+    local_arrays = {name: x for name, x in on_devices.items() if x.is_fully_addressable}
     # In one call, so that the transfers overlap.
     fetched = jax.device_put(local_arrays, cpu_device())
 
@@ -89,13 +81,13 @@ def fetch_leaves(leaves: Mapping[str, Any], *, copy: bool = False) -> dict[str, 
     result = {}
     for name, array in arrays.items():
         shards = []
-        if isinstance(array, jax.Array) and name not in fetched:
+        if name in on_devices and name not in fetched:
             for shard in array.addressable_shards:
                 if shard.replica_id == 0:  # one of the processes that have this part writes it
-                    box = _index_to_box(shard.index, array.shape)
+                    box = box_at(shard.index, array.shape)
                     shards.append((box, to_numpy(shard.data, shard.data)))
         elif is_first():
-            shards.append((full_box(array.shape), to_numpy(fetched.get(name, array), array)))
+            shards.append((box_at(None, array.shape), to_numpy(fetched.get(name, array), array)))
         result[name] = Leaf(_tree.strong_spec(leaves[name]), _tree.strong_spec(array), shards)
     return result
 
@@ -162,15 +154,12 @@ def restore_leaf(path: str, like: Any, read: Reader) -> Any:
     # An uncommitted leaf stays uncommitted, so that programs may move it as any fresh array.
     sharding = getattr(like, "sharding", None) if getattr(like, "committed", True) else None
 
-    def read_part(index: Any) -> np.ndarray:
-        return read(_index_to_box(index, plain.shape))
-
     if sharding is None or sharding.is_fully_addressable:
         array = jax.device_put(read(), sharding)  # jnp.array would copy twice
     else:  # each process reads its parts only
         # The dtype is stated for a process that has none of the parts.
         shape, dtype = plain.shape, plain.dtype
-        array = jax.make_array_from_callback(shape, sharding, read_part, dtype=dtype)
+        array = jax.make_array_from_callback(shape, sharding, read, dtype=dtype)
     # Otherwise the buffers of all leaves would stay in memory until the transfers end.
     jax.block_until_ready(array)
     if not _tree.is_key(like):

@@ -47,13 +47,11 @@ def read_manifest(directory: str) -> dict[str, Any]:
     """
     files = files_at(directory)
     if not files.has(directory, [MANIFEST]):
-        if all(map(is_part, files.names(directory))):
-            raise FileNotFoundError(
-                f"{directory}: expected a checkpoint, got nothing. Check the path."
-            )
-        raise CheckpointMismatchError(
-            f"{directory}: expected a checkpoint, got something else. Load what functrain.save "
-            "wrote, or the directory of one step of a functrain.Checkpointer."
+        is_empty = all(map(is_part, files.names(directory)))
+        got = "nothing" if is_empty else "something else"
+        raise (FileNotFoundError if is_empty else CheckpointMismatchError)(
+            f"{directory}: expected a checkpoint, got {got}. "
+            "Load what functrain.save wrote, or the directory of one step of a Checkpointer."
         )
     path = os.path.join(directory, MANIFEST)
     with corrupt_on(*PARSE_ERRORS, expected=f"{path}: expected the manifest of a checkpoint"):
@@ -165,10 +163,9 @@ def encode(value: Any, name: str, arrays: dict[str, Any]) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: encode(x, f"{name}/{key}", arrays) for key, x in value.items()}
         # JSON would turn other keys into texts, and "$" marks the types encoded here.
-        pairs = []
-        for key, x in value.items():
-            pairs.append([encode(key, name, arrays), encode(x, f"{name}/{key}", arrays)])
-        return {"$items": pairs}
+        keys = [encode(key, name, arrays) for key in value]
+        items = [encode(x, f"{name}/{key}", arrays) for key, x in value.items()]
+        return {"$items": list(map(list, zip(keys, items, strict=True)))}
     if isinstance(value, list | tuple):
         items = [encode(x, f"{name}/{i}", arrays) for i, x in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}

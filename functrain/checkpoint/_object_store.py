@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from functrain.checkpoint._errors import ObjectStoreError
-from functrain.checkpoint._processes import OtherProcessError
 from functrain.common._library import import_optional
 
 # Larger requests are faster, but this memory is taken beside a leaf. S3 allows 10,000 parts.
@@ -41,8 +40,6 @@ def _store_errors(path: str) -> Iterator[None]:
     """
     try:
         yield
-    except OtherProcessError:
-        raise
     except FileNotFoundError as error:
         raise FileNotFoundError(errno.ENOENT, "no such object or bucket", path) from error
     except Exception as error:
@@ -91,17 +88,11 @@ class ObjectStore:
     @contextlib.contextmanager
     def create(self, path: str) -> Iterator[Any]:
         """Context manager: a new object for writing, which appears at the end."""
-        with _store_errors(path):
-            file = self._store.open(path, "wb", block_size=_WRITE_BYTES)
-            try:
-                yield file
-            except BaseException:
-                # fsspec's own method would complete an object whose writer has failed.
-                with contextlib.suppress(Exception):
-                    file.discard()
-                    file.closed = True
-                raise
-            file.close()
+        # If its writer fails, fsspec completes the object. No manifest names it, so the save or the
+        # next writer deletes it.
+        options = {"mode": "wb", "block_size": _WRITE_BYTES}
+        with _store_errors(path), self._store.open(path, **options) as file:
+            yield file
 
     def replace(self, path: str, content: bytes) -> None:
         """Writes an object in one operation."""
@@ -137,19 +128,15 @@ class _Owner:
 
     def is_held(self) -> bool:
         """Returns True if this is the writer; raises RuntimeError if another has taken over."""
-        stored = b""
-        if self._record:
-            with contextlib.suppress(FileNotFoundError):
-                stored = self._files.read(self._path)
-        if stored not in (b"", self._record):
-            writer = stored.decode(errors="replace").partition("#")[0]
-            raise RuntimeError(
-                f"{os.path.dirname(self._path)}: expected to be the only writer of this directory, "
-                f"but {writer} has taken over. Nothing was saved. Use another directory, or end "
-                "that process, call close(), and save again."
-            )
-        # A record that was deleted with the directory is written again.
-        return stored != b""
+        with contextlib.suppress(FileNotFoundError):  # it was deleted with the directory
+            if self._record and (stored := self._files.read(self._path)) != self._record:
+                writer = stored.decode(errors="replace").partition("#")[0]
+                raise RuntimeError(
+                    f"{os.path.dirname(self._path)}: expected to be the only writer of this "
+                    f"directory, but {writer} has taken over. Nothing was saved. Use another "
+                    "directory, or end that process, call close(), and save again."
+                )
+        return self._record != b""
 
     def acquire(self) -> None:
         """Becomes the writer; raises ObjectStoreError if the store cannot be written."""

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from functrain.distributed._stopping import LEAVE_TIMEOUT, why_missing
 # Long enough for the slowest disks. JAX's heartbeat detects a killed process much sooner.
 _TIMEOUT = 3600.0  # seconds
 _PEER_CHECK_INTERVAL = 2.0  # seconds
-_FAILURE_CHECK_INTERVAL = 1.0  # seconds
 # Network file systems cache directory listings: a file from another host can appear this late.
 _VISIBILITY_TIMEOUT = 60.0  # seconds
 
@@ -43,7 +42,7 @@ class ProcessGroup:
     """
 
     def __init__(self, name: str) -> None:
-        self._name, self._round, self._next_check = name, 0, 0.0
+        self._name, self._round = name, 0
 
     def gather(self, work: Callable[[], Any]) -> list[Any]:
         """Calls a function in every process, and returns all results, which have to be JSON.
@@ -99,7 +98,9 @@ class ProcessGroup:
         self._round += 1
         if failure is not None:
             raise failure
-        _raise_others(dict(enumerate(texts)))
+        lines = [f"process {i} failed: {text}" for i, text in enumerate(texts) if text]
+        if lines:
+            raise OtherProcessError("\n".join(lines))
         return values
 
     def _wait_for(self, folder: str, name: object, process: int) -> Any:
@@ -119,24 +120,6 @@ class ProcessGroup:
         if process == 0:
             raise OtherProcessError(reason)
         return f"{OtherProcessError.__name__}: {reason}", None
-
-    def require_no_failure(self) -> None:
-        """Raises OtherProcessError if another process has already failed in the current work.
-
-        It asks the service at most once a second, so call it freely within long work.
-        """
-        if is_multiprocess() and time.monotonic() > self._next_check:
-            self._next_check = time.monotonic() + _FAILURE_CHECK_INTERVAL
-            posted = _coordination.read(f"functrain/{self._name}/{self._round}")
-            posted.pop("all", None)
-            _raise_others({int(process): json.loads(posted[process])[0] for process in posted})
-
-
-def _raise_others(failures: Mapping[int, str]) -> None:
-    """Raises the errors of other processes, by process; "" is none."""
-    lines = [f"process {i} failed: {text}" for i, text in sorted(failures.items()) if text]
-    if lines:
-        raise OtherProcessError("\n".join(lines))
 
 
 # For work in the thread that dispatches the programs. Work in other threads needs its own groups,

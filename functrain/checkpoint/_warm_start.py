@@ -1,6 +1,5 @@
 """Parts of a state from a file: warm starts, transfer learning, new heads."""
 
-import functools
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -186,7 +185,7 @@ def warm_start(
         return read(path)
     if steps(path):
         return read_newest(path, read)
-    return read_current(path, functools.partial(read, path))
+    return read_current(path, read)
 
 
 def _state_leaves(state: PyTree) -> dict[str, Any]:
@@ -304,4 +303,4 @@ def _read_leaf(arrays: ArrayFile, name: str, path: str, like: Any) -> Any:
     data = arrays.read(name)
     if not _tree.is_key(like) and data.dtype != like.dtype:
         data = data.astype(like.dtype)
-    return _leaves.restore_leaf(path, like, lambda box=...: data[box])
+    return _leaves.restore_leaf(path, like, lambda index=...: data[index])

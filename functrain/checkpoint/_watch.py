@@ -53,26 +53,24 @@ def watch_checkpoints(
       0030 [30 30]
     """
     path = resolve_path(directory, "directory")
-    last_step = -1 if after is None else after
-    last_time = time.monotonic()
+    last_step, last_time = -1 if after is None else after, time.monotonic()
+
+    def look() -> tuple[int | None, bool]:
+        is_late = timeout is not None and time.monotonic() - last_time > timeout
+        is_over = is_late or _is_finished(path)
+        # Looked up last: a checkpoint may have come in the meantime.
+        return min((step for step in steps(path) if step > last_step), default=None), is_over
+
     while True:
-
-        def look(last_step: int = last_step, last_time: float = last_time) -> int | str | None:
-            is_late = timeout is not None and time.monotonic() - last_time > timeout
-            is_over = is_late or _is_finished(path)
-            # Looked up last: a checkpoint may have come in the meantime.
-            later_steps = [step for step in steps(path) if step > last_step]
-            return min(later_steps, default="end" if is_over else None)
-
         # The first process decides for all: they would see a checkpoint at different times.
-        match _processes.main_group.call_on_first(look):
-            case int(last_step):
-                yield path_of(path, last_step)
-                last_time = time.monotonic()
-            case "end":
-                return
-            case _:
-                time.sleep(interval)
+        step, is_over = _processes.main_group.call_on_first(look)
+        if step is not None:
+            yield path_of(path, step)
+            last_step, last_time = step, time.monotonic()
+        elif is_over:
+            return
+        else:
+            time.sleep(interval)
 
 
 def _is_finished(directory: str) -> bool:

@@ -41,12 +41,13 @@ class Writer:
         # interpreter waits at exit for threads that are not daemons.
         thread = threading.Thread(target=run, name="functrain checkpoint", daemon=False)
         self._task, self._thread, self._process = task, thread, os.getpid()
-        _unfinished.add(self)
+        _tasks.add(task)
         try:
             thread.start()
         except BaseException:  # the system has no more threads, or Ctrl-C
             if task.cancel():  # it has not begun, and will not
                 self._task = None
+                _tasks.discard(task)
             raise
 
     def wait(self) -> None:
@@ -61,19 +62,17 @@ class Writer:
         futures.wait([task])
         if self._task is task:  # otherwise another thread has waited, and started the next one
             self._task = None
-            _unfinished.discard(self)
+            _tasks.discard(task)
         task.result()
 
 
-_unfinished: set[Writer] = set()
+_tasks: set[futures.Future[None]] = set()  # that nobody has waited for
 
 
 @atexit.register  # runs after the interpreter has waited for the threads
 def _report_failures() -> None:
     """Prints the errors of saves whose `wait` was never called."""
-    for writer in list(_unfinished):
-        try:
-            writer.wait()
-        except BaseException:
+    for task in _tasks:
+        if task.done() and (error := task.exception()):  # in a forked child, none is done
             print("functrain: a checkpoint could not be written:", file=sys.stderr)
-            traceback.print_exc()
+            traceback.print_exception(error)

@@ -41,19 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command, and returns its exit status."""
     options = _parse(arguments)
     signals: list[int] = []
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    old_handlers = [signal.signal(n, lambda number, _: signals.append(number)) for n in numbers]
-    try:
+    with contextlib.ExitStack() as at_end:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            old_handler = signal.signal(number, lambda number, _: signals.append(number))
+            at_end.callback(signal.signal, number, old_handler)
         for attempt in range(options.restarts + 1):
             if attempt:
                 _print(f"restarting all processes ({attempt} of {options.restarts})")
             status = _run(options, signals)
             if status in (0, _TERMINATED, _USAGE_ERROR) or signals:
                 break
-        return status
-    finally:
-        for number, handler in zip(numbers, old_handlers, strict=True):
-            signal.signal(number, handler)
+    return status
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -101,9 +99,7 @@ def _run(options: argparse.Namespace, signals: list[int]) -> int:
     failed = {i: x for i, x in enumerate(statuses) if x not in (None, 0, _TERMINATED)}
     for number, status in failed.items():
         _print(f"process {number} ended with {status}")
-    if failed:
-        return next(iter(failed.values()))
-    return 0 if set(statuses) == {0} else _TERMINATED
+    return next(iter(failed.values()), 0 if set(statuses) == {0} else _TERMINATED)
 
 
 def _wait(processes: Sequence[Process], signals: list[int], grace: float) -> None:

@@ -1,6 +1,7 @@
 """A model that predicts, for programs that have jax."""
 
 import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ def predict(
         args_shapes = shapes if isinstance(shapes, str) else (shapes,)
         (specs,) = jax.export.symbolic_args_specs((specs,), args_shapes)
     # Rewrites are for one platform, and a program for several cannot have those of each.
-    platform = _PLATFORMS.get(names[0], names[0]) if len(names) == 1 else "several"
+    platform = "several" if len(names) > 1 else re.sub("cuda|rocm", "gpu", names[0])
     try:
         with tracing_guards(), compiling_for(platform):
             optimized = jax.jit(rewriting.optimize(predict, rewrites))
@@ -132,7 +133,3 @@ def predict(
     data = program.serialize()
     with atomic_write(target) as file:
         file.write(data)
-
-
-# jax exports programs for kinds of GPUs.
-_PLATFORMS = {"cuda": "gpu", "rocm": "gpu"}

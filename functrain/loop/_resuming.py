@@ -6,13 +6,13 @@ from typing import Any, Protocol
 
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._checkpointer import Checkpointer
-from functrain.checkpoint._directory import for_later, path_of, set_aside, visible_steps
+from functrain.checkpoint._directory import for_later, set_aside, visible_steps
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._manifest import differences, fingerprint
 from functrain.checkpoint._processes import is_multiprocess
 from functrain.checkpoint._processes import main_group as processes
 from functrain.common import _tree
-from functrain.common._checks import require, require_no_problems
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches
@@ -123,8 +123,7 @@ def resume(
         if has_metrics and not _leaves.differences(manifest, {"metrics": metrics}):
             trees["metrics"] = metrics
         if release is not None:
-            target = path_of(checkpointer.directory, manifest["step"])
-            _leaves.require_leaves(target, manifest, trees)
+            _leaves.require_leaves(checkpointer.directory, manifest, trees)
             release()
         return trees
 
@@ -193,14 +192,12 @@ def _remaining(
 def _require_same_run(
     checkpointer: Checkpointer, batches: Batches, manifest: dict[str, Any]
 ) -> None:
-    directory, mismatch = checkpointer.directory, CheckpointMismatchError
-    advice = (
-        "Restore the state with Checkpointer.restore and pass start=, or use another directory. If "
-        "earlier ones are of a run, rollback(step) returns to them."
-    )
-    is_of_run = "epoch_over" in manifest
-    expected = "checkpoints of a run, not of Checkpointer.save"
-    require(is_of_run, directory, expected, manifest["step"], advice, error=mismatch)
+    if "epoch_over" not in manifest:
+        raise CheckpointMismatchError(
+            f"{checkpointer.directory}: expected checkpoints of a run, not of Checkpointer.save. "
+            "Restore the state with Checkpointer.restore and pass start=, use another directory, "
+            "or go back to a checkpoint of a run with rollback(step)."
+        )
     _require_same_data(checkpointer, differences(manifest["data"], batches.fingerprint()))
 
 
@@ -221,14 +218,12 @@ def _compare_environments(
     """Warns of another environment; raises if each process has its own state, but had a mesh."""
     saved, current = manifest["run"], fingerprint(state)
     # A single process may resume without a mesh: it is the whole run.
-    is_alone = bool(is_multiprocess() and saved["mesh"] and not current["mesh"])
-    expected = f"a state on a mesh of all processes, such as {saved['mesh']}"
-    advice = (
-        "Each process would train alone: make the state with functrain.sharding.create, or pass "
-        "sharding=."
-    )
-    mismatch = CheckpointMismatchError
-    require(not is_alone, checkpointer.directory, expected, current["mesh"], advice, error=mismatch)
+    if is_multiprocess() and saved["mesh"] and not current["mesh"]:
+        raise CheckpointMismatchError(
+            f"{checkpointer.directory}: expected a state on a mesh of all processes, such as "
+            f"{saved['mesh']}, got none. Each process would train alone: make the state with "
+            "functrain.sharding.create, or pass sharding=."
+        )
     if lines := differences(saved, current):
         warn(
             f"{checkpointer.directory}: the run resumes in another environment than it was saved "
