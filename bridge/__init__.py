@@ -11,21 +11,21 @@ require_jax()
 from bridge.model._from_flax import FlaxLayer as FlaxLayer
 from bridge.model._from_flax import from_flax as from_flax
 from bridge.model._from_keras import from_keras as from_keras
+from bridge.model._from_keras import to_linen as to_linen
 from bridge.model._scope import no_side_effects
-from bridge.model._to_linen import to_linen as to_linen
 from bridge.optim._constraints import constraints as constraints
 from bridge.optim._losses import loss as loss
 from bridge.optim._metrics import metric as metric
 from bridge.optim._optax_optimizer import OptaxOptimizer as OptaxOptimizer
 from bridge.optim._optimizers import optimizer as optimizer
 from bridge.optim._schedules import schedule as schedule
-from bridge.state._create_state import create_state as create_state
 from bridge.state._distribution import Placement as Placement
 from bridge.state._distribution import from_distribution as from_distribution
 from bridge.state._distribution import to_distribution as to_distribution
 from bridge.state._keras_state import KerasState as KerasState
 from bridge.state._keras_state import keras_state as keras_state
-from bridge.state._to_keras import to_keras as to_keras
+from bridge.state._train_state import create_state as create_state
+from bridge.state._train_state import to_keras as to_keras
 from bridge.state._warm_start import warm_start as warm_start
 from bridge.train._fit import evaluate as evaluate
 from bridge.train._fit import fit as fit

@@ -50,7 +50,6 @@ from functrain.loop._passes import prediction_plan as prediction_plan
 from functrain.loop._saving import Saving as Saving
 from functrain.metrics._metric import labels_of as labels_of
 from functrain.metrics._metric import require_labels as require_labels
-from functrain.model._freeze import is_frozen as is_frozen
 from functrain.rewrites import Mode as Mode
 from functrain.rewrites import resolve_mode as resolve_mode
 from functrain.rewrites._compile import jit as jit

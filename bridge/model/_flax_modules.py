@@ -4,12 +4,13 @@ The values of a module are one nested dict. It has `params`, and besides the oth
 linen module by name, or `state` with all other values of an nnx module except its random streams.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 import flax.core
 import flax.linen as nn
 import jax
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from functrain import ModelOutput, from_linen, from_nnx
 from functrain.internal import PyTree, jit, require
@@ -37,16 +38,19 @@ class Linen:
     """A linen module, as functions of its values."""
 
     def __init__(self, module: nn.Module, variables: Mapping[str, PyTree] | None) -> None:
-        self._initial_values = None if variables is None else _copy_collections(variables)
         self._model = from_linen(module)
+        # Sown values belong to one application, as in `functrain.from_linen`.
+        collections = dict(flax.core.unfreeze(dict(variables or {})))
+        lasting = collections.keys() - {"losses", "intermediates"}
+        self._initial_values: Values = _tree.copy({name: collections[name] for name in lasting})
 
     def first_values(self, seed: int, inputs: PyTree) -> Values:
         """Returns the initial values; those that were passed once only, to free their memory."""
-        initial_values, self._initial_values = self._initial_values, None
-        if initial_values is not None:
-            return initial_values
-        params, collections = jit(self._model.init)(jax.random.key(seed), inputs)
-        return {"params": params, **collections}
+        initial_values, self._initial_values = self._initial_values, {}
+        if not initial_values:
+            params, collections = jit(self._model.init)(jax.random.key(seed), inputs)
+            initial_values = {"params": params, **collections}
+        return initial_values
 
     def apply(self, values: Values, inputs: PyTree, **mode: Any) -> ModelOutput:
         """Applies the module; `model_state` of the output has the values except `params`."""
@@ -54,11 +58,9 @@ class Linen:
         params = model_state.pop("params", {})
         return self._model.apply(params, model_state, inputs, **mode)
 
-    def to_flax(self, values: Values) -> dict[str, PyTree]:
+    def to_flax(self, values: Values) -> PyTree:
         """Returns copies of the values as linen variables."""
-        copies: dict[str, PyTree] = _tree.copy(values)
-        # A plain dict, as flax returns it.
-        return {name: dict(tree) for name, tree in copies.items()}
+        return _tree.copy(values)
 
 
 class Nnx:
@@ -72,12 +74,8 @@ class Nnx:
 
         self._model = from_nnx(module)
         self._graph, *self._states = nnx.split(module, nnx.Param, ...)
+        self._streams = flatten_dict(nnx.to_pure_dict(nnx.state(module, nnx.RngState)))
         params, state = self._model.init(jax.random.key(0), None)
-        streams = dict(_tree.leaves_with_path(nnx.to_pure_dict(nnx.state(module, nnx.RngState))))
-        # The state with None for each leaf that is part of the values.
-        self._streams = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if _tree.path_str(path) in streams else None, state
-        )
         self._initial_values: Values = {"params": params, "state": self._without_streams(state)}
 
     def first_values(self, seed: int, inputs: PyTree) -> Values:
@@ -86,8 +84,7 @@ class Nnx:
         return initial_values
 
     def apply(self, values: Values, inputs: PyTree, **mode: Any) -> ModelOutput:
-        params, state = self._params_and_state(values)
-        out = self._model.apply(params, state, inputs, **mode)
+        out = self._model.apply(*self._params_and_state(values), inputs, **mode)
         return out._replace(model_state={"state": self._without_streams(out.model_state)})
 
     def to_flax(self, values: Values) -> Any:
@@ -101,22 +98,8 @@ class Nnx:
 
     def _params_and_state(self, values: Values) -> tuple[PyTree, PyTree]:
         """Returns the params, and the state with the streams inserted."""
-        state = self._map(lambda stream, x: x if stream is None else stream, values["state"])
-        return values["params"], state
+        return values["params"], unflatten_dict(flatten_dict(values["state"]) | self._streams)
 
     def _without_streams(self, state: PyTree) -> PyTree:
-        """Returns a state with None in place of the streams."""
-        return self._map(lambda stream, x: x if stream is None else None, state)
-
-    def _map(self, function: Callable[[Any, Any], Any], state: PyTree) -> PyTree:
-        return jax.tree.map(function, self._streams, state, is_leaf=lambda x: x is None)
-
-
-def _copy_collections(variables: Mapping[str, PyTree]) -> Values:
-    """Returns copies of linen variables, without sown values."""
-    variables = flax.core.unfreeze(dict(variables))
-    # Sown values belong to one application, as in `functrain.from_linen`.
-    for name in ("losses", "intermediates"):
-        variables.pop(name, None)
-    copies: Values = _tree.copy(variables)
-    return copies
+        leaves = flatten_dict(state).items()
+        return unflatten_dict({path: x for path, x in leaves if path not in self._streams})

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import keras
 
 from bridge.model import _flax_modules
+from bridge.model._functions import find_function, name_of
 from bridge.model._scope import name_scopes
 from bridge.model._variables import OVERWRITTEN
 from functrain.internal import PyTree, require, require_instance
@@ -152,12 +153,11 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         rng = jax.random.wrap_key_data(self.seed_generator.next(), impl="threefry2x32")
         values = self._values()
         applied = self._flax.apply(values, inputs, rng=rng, training=bool(training))
-        for name, collection in applied.model_state.items():
-            trees = (self._flax_variables[name], values[name], collection)
-            for variable, old, new in zip(*map(jax.tree.leaves, trees), strict=True):
-                # An assignment in a step without updates would be an operation for nothing.
-                if new is not old:
-                    variable.assign(new)
+        trees = self._flax_variables, values, {**values, **applied.model_state}
+        for variable, old, new in zip(*map(jax.tree.leaves, trees), strict=True):
+            # An assignment in a step without updates would be an operation for nothing.
+            if new is not old:
+                variable.assign(new)
         for loss in applied.losses:
             self.add_loss(loss)
         return applied.outputs
@@ -171,10 +171,8 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         Raises:
           ValueError: The layer is not built.
         """
-        if not self.built:
-            raise ValueError(
-                f"layer {self.name!r}: expected a built layer. Call it once on a batch."
-            )
+        advice = "Call it once on a batch."
+        require(self.built, f"layer {self.name!r}", "a built layer", type(self), advice)
         return self._flax.to_flax(self._values())
 
     def get_config(self) -> dict[str, Any]:
@@ -183,13 +181,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         Raises:
           ValueError: The module was not made by a function that is registered with Keras.
         """
-        name = keras.saving.get_registered_name(self.source) if _is_function(self.source) else None
-        if name is None or keras.saving.get_registered_object(name) is not self.source:
-            raise ValueError(
-                f"layer {self.name!r}: expected a registered function that makes its module. "
-                "Decorate it with @keras.saving.register_keras_serializable() and pass it to "
-                "bridge.from_flax, or save weights alone: model.save_weights."
-            )
+        name = name_of(self.source, f"layer {self.name!r}")
         return {**super().get_config(), "module": name, "seed": self.seed}
 
     @classmethod
@@ -199,11 +191,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         Raises:
           ValueError: No function of that name is registered with Keras.
         """
-        name = config["module"]
-        function = keras.saving.get_registered_object(name)
-        advice = f"Import its module before, or pass custom_objects={{{name!r}: ...}}."
-        require(function, "module", "a function that is registered with Keras", name, advice)
-        return cls(**{**config, "module": function})
+        return cls(**{**config, "module": find_function(config["module"])})
 
     def get_build_config(self) -> None:
         """Returns None: a loaded layer is built when it is called, by dtypes of its inputs too."""
@@ -239,10 +227,6 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
             )
 
 
-def _is_function(module: Any) -> bool:
-    return inspect.isroutine(module) or isinstance(module, functools.partial)
-
-
 def _to_module(module: Any) -> Any:
     """Returns a flax module, which may be the result of a function.
 
@@ -252,7 +236,8 @@ def _to_module(module: Any) -> Any:
     # Imported here, since `import bridge` must not import flax.nnx (see tests/test_house.py).
     from flax import nnx
 
-    instance = module() if _is_function(module) else module
+    is_function = inspect.isroutine(module) or isinstance(module, functools.partial)
+    instance = module() if is_function else module
     expected = "an instance of a linen or nnx module, or a function that creates one"
     advice = "Construct the module first, as in Net(...)."
     require_instance("module", instance, nn.Module | nnx.Module, expected, advice)

@@ -1,8 +1,10 @@
-"""A Keras model as a functrain Model."""
+"""A Keras model as a functrain Model, and as a linen module."""
 
 import inspect
+import operator
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import keras
@@ -11,7 +13,7 @@ from bridge import keras_private
 from bridge.model import _scope, _variables
 from bridge.model._pure_layers import warn_of_frozen
 from functrain import Model, ModelOutput
-from functrain.internal import PyTree, require_instance
+from functrain.internal import PyTree, require, require_instance
 from functrain.internal import tree as _tree
 
 
@@ -80,9 +82,9 @@ def from_keras(model: keras.Layer) -> Model:
         # Computed in every trace, since the model may have changed.
         layout = _variables.layout_of_state(model, params, model_state)
         pairs = _variables.pair(layout, params, model_state)
-        if rng is not None:
-            # Later pairs replace those of the same variables before them.
-            pairs += _seed_from_key(layout, rng)
+        # Later pairs replace those of the same variables before them.
+        seeded_pairs = [] if rng is None else _seed_from_key(layout, rng)
+        pairs += seeded_pairs
         # Not `stateless_call`: in Keras 3.15 it runs `call` instead of `__call__`. Then nested
         # layers do not get `training`, a bare layer gets neither autocast nor its activity
         # regularizer, and a layer that is used twice keeps the add_loss of one use only.
@@ -95,16 +97,101 @@ def from_keras(model: keras.Layer) -> Model:
             "Use stateful=False in an RNN, pass keras.random a SeedGenerator that is an attribute "
             "of a layer, and create other variables by self.add_weight.",
         )
+        seeded_ids = {id(variable) for variable, _ in seeded_pairs}
         new_state = {}
         for path, variable in layout.model_state.items():
-            is_reseeded = rng is not None and path in layout.seeds
             value = scope.get_current_value(variable)
-            value = _variables.get_at(model_state, path) if is_reseeded else value
+            if id(variable) in seeded_ids:
+                value = _variables.get_at(model_state, path)
             # An explicit dtype removes a weak type, which would change the carry of a scan.
             new_state[path] = jnp.asarray(value, dtype=value.dtype)
         return ModelOutput(outputs, _variables.nest(new_state), losses)
 
     return Model(init, apply)
+
+
+def to_linen(model: keras.Layer, *, name: str | None = None) -> nn.Module:
+    """Returns a Keras model as a linen module, for use alone or inside another module.
+
+    Its variables have the same keys as in `bridge.create_state`. `params` has the trainable
+    variables, `_overwrite_with_gradient` the scales of float8 layers, and `batch_stats` all others,
+    including frozen weights and the counters of Keras's seed generators. ``init``
+    returns copies of the model's current values and does not use the key. The Keras model itself
+    never changes; ``bridge.to_keras(variables, model)`` writes variables back into it.
+
+    The module is called as ``module(inputs, training=False)``, where inputs are one pytree. In
+    training statistics are updated, so that `batch_stats` must be mutable. Random layers draw from
+    the rng stream `dropout`, or if there is none from `params`, to which flax gives a single key,
+    ``rngs=key``. Without both they draw from the counters, which advance. Without training,
+    collections that are not mutable stay unchanged. The model's losses are sown into the
+    collection `losses`.
+
+    Args:
+      model: A built `keras.Model` or layer.
+      name: The name of the linen module.
+
+    Returns:
+      A `flax.linen.Module`.
+
+    Raises:
+      TypeError: `model` is not a Keras layer.
+      ValueError: `model` is not built.
+
+    Examples:
+      >>> import jax, keras, numpy as np
+      >>> dropout = keras.layers.Dropout(0.5)
+      >>> net = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4, name="d"), dropout])
+      >>> module = to_linen(net)
+      >>> variables = module.init(jax.random.key(0), np.ones((1, 3)))
+      >>> jax.tree.map(np.shape, variables["params"])
+      {'d': {'bias': (4,), 'kernel': (3, 4)}}
+      >>> rngs = {"dropout": jax.random.key(1)}
+      >>> module.apply(variables, np.ones((2, 3)), training=True, rngs=rngs).shape
+      (2, 4)
+    """
+    # Raises the errors about the model here instead of in the first call.
+    from_keras(model)
+    return KerasModule(model, name=name)
+
+
+class KerasModule(nn.Module):
+    """The linen module that `to_linen` returns."""
+
+    model: Any
+
+    @nn.compact
+    def __call__(self, inputs: PyTree, training: bool = False) -> PyTree:
+        """Runs the model."""
+        # Initial values, from which nothing is computed if the module has variables.
+        with keras_private.variables.outside_scopes():
+            params, statistics = _variables.values(_variables.layout(self.model))
+        scales = statistics.pop(_variables.OVERWRITTEN, {})
+        initial = {"params": params, "batch_stats": statistics, _variables.OVERWRITTEN: scales}
+        for collection, tree in initial.items():
+            for key, value in tree.items():
+                self.variable(collection, key, _tree.copy, value)
+        values = _variables.from_collections(self.variables)
+        out = from_keras(self.model).apply(*values, inputs, rng=self._rng(), training=training)
+        # `init` returns the values before the first application.
+        if not self.is_initializing():
+            # In training a collection that is not mutable raises flax's error.
+            if training or self.is_mutable_collection("batch_stats"):
+                self._write({key: out.model_state[key] for key in statistics})
+            for i, loss in enumerate(out.losses):
+                self.sow("losses", f"loss_{i}", loss)
+        return out.outputs
+
+    def _rng(self) -> jax.Array | None:
+        # `apply(..., rngs=key)` with a single key gives the stream "params".
+        has_stream = self.has_rng("dropout") or self.has_rng("params")
+        return self.make_rng("dropout") if has_stream and not self.is_initializing() else None
+
+    def _write(self, statistics: PyTree) -> None:
+        """Writes what has changed; the collection need not be mutable if nothing has."""
+        for key, new in statistics.items():
+            old: PyTree = self.get_variable("batch_stats", key)
+            if any(map(operator.is_not, jax.tree.leaves(old), jax.tree.leaves(new))):
+                self.put_variable("batch_stats", key, new)
 
 
 def _call(
@@ -121,9 +208,9 @@ def _call(
 def _seed_from_key(layout: _variables.Layout, rng: jax.Array) -> list[tuple[Any, jax.Array]]:
     """Returns the pairs of seed counters and random bits, `u32[2]`, which differ for each."""
     pairs = []
-    for i, path in enumerate(layout.seeds):
+    for i, variable in enumerate(layout.seeds):
         bits = jax.random.bits(jax.random.fold_in(rng, i), (2,), jnp.uint32)
-        pairs.append((layout.model_state[path], bits))
+        pairs.append((variable, bits))
     return pairs
 
 
@@ -137,8 +224,5 @@ def require_built(model: Any) -> None:
     # `built` alone proves nothing: the `build` of a subclass can set it and leave the inner layers
     # unbuilt, which might still create variables.
     is_whole = model.variables or all(x.built for x in keras_private.layers.all_layers(model))
-    if not (model.built and is_whole):
-        raise ValueError(
-            f"model: expected a built model, got {type(model).__name__} {model.name!r}, which has "
-            "no variables yet. Call it once on a batch, model(x), or model.build(input_shape)."
-        )
+    advice = "Call it once on a batch, model(x), or model.build(input_shape)."
+    require(model.built and is_whole, "model", "a built model with variables", model, advice)

@@ -54,12 +54,8 @@ def free(name: str, used: Collection[str]) -> str:
       >>> free("dense", {"dense", "dense_1"})
       'dense_2'
     """
-    candidate = name
-    for i in itertools.count(1):
-        if candidate not in used:
-            break
-        candidate = f"{name}_{i}"
-    return candidate
+    numbered = (f"{name}_{i}" for i in itertools.count(1))
+    return next(key for key in itertools.chain([name], numbered) if key not in used)
 
 
 def snake(cls: type) -> str:
@@ -103,7 +99,7 @@ def numbered_alike(paths: Iterable[Path]) -> dict[Path, Path]:
     families: dict[tuple[Path, str], set[str]] = defaultdict(set)
     for path in paths:
         for depth, name in enumerate(path):
-            families[path[:depth], _without_numbers(name)].add(name)
+            families[path[:depth], _NUMBER.sub("", name)].add(name)
     new_names: dict[Path, str] = {}
     for (parent, family), names in families.items():
         for i, name in enumerate(sorted(names, key=_numbers)):
@@ -114,10 +110,6 @@ def numbered_alike(paths: Iterable[Path]) -> dict[Path, Path]:
 
 
 _NUMBER = re.compile(r"_(\d+)(?=_|$)")
-
-
-def _without_numbers(name: str) -> str:
-    return _NUMBER.sub("", name)
 
 
 def _numbers(name: str) -> list[int]:

@@ -34,12 +34,12 @@ class Layout(NamedTuple):
       params: The variables of `model.trainable_variables` that optimizers update, by path.
       model_state: All other variables, by path: statistics, frozen weights, seed counters, and
         metrics that layers hold. The paths of float8 scales begin with `OVERWRITTEN`.
-      seeds: The paths in `model_state` of the states of SeedGenerators, `u32[2]` each.
+      seeds: The variables of SeedGenerators, `u32[2]` each, which are in `model_state` too.
     """
 
     params: dict[Path, Any]
     model_state: dict[Path, Any]
-    seeds: tuple[Path, ...]
+    seeds: tuple[Any, ...]
 
     def variables(self) -> dict[Path, Any]:
         """Returns all variables by path."""
@@ -74,7 +74,7 @@ def layout(model: keras.Layer) -> Layout:
         else:
             params[path] = variable
         if is_seed:
-            seeds.append(path)
+            seeds.append(variable)
     return Layout(params, model_state, tuple(seeds))
 
 
@@ -92,19 +92,16 @@ def layout_of_state(model: keras.Layer, params: PyTree, model_state: PyTree = No
     variables = {("params", *path): variable for path, variable in original.params.items()}
     variables |= {("model_state", *path): v for path, v in original.model_state.items()}
     by_path = _paths_in_state(variables, {"params": params, "model_state": model_state})
-    new_paths = dict(zip(variables, by_path, strict=True))
-    return Layout(
-        {path[1:]: variable for path, variable in by_path.items() if path[0] == "params"},
-        {path[1:]: variable for path, variable in by_path.items() if path[0] == "model_state"},
-        tuple(new_paths["model_state", *path][1:] for path in original.seeds),
+    return original._replace(
+        params={path[1:]: v for path, v in by_path.items() if path[0] == "params"},
+        model_state={path[1:]: v for path, v in by_path.items() if path[0] == "model_state"},
     )
 
 
 def _paths_in_state(variables: Mapping[Path, Any], tree: PyTree) -> dict[Path, Any]:
     """Returns variables by their paths in a tree; by those given if the tree does not match."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    tree_paths = [_tree.keys(path) for path, _ in leaves]
-    if set(tree_paths) == variables.keys():
+    tree_paths = leaves_by_path(tree).keys()
+    if tree_paths == variables.keys():
         return dict(variables)
     by_number, variables_by_number = map(_names.numbered_alike, (tree_paths, variables))
     if by_number.keys() != variables_by_number.keys():
@@ -133,10 +130,8 @@ def _walk(node: Any, path: Path, visited_ids: set[int]) -> Iterator[tuple[Path, 
 def require_no_new_variables(before: Layout, after: Layout) -> None:
     """Raises ValueError if a model has created variables, and names them."""
     old_ids = set(map(id, before.variables().values()))
-    lines = []
-    for path, variable in after.variables().items():
-        if id(variable) not in old_ids:
-            lines.append(f"{'/'.join(path)}: {_tree.spec(variable)}")
+    new = {path: v for path, v in after.variables().items() if id(v) not in old_ids}
+    lines = [f"{'/'.join(path)}: {_tree.spec(variable)}" for path, variable in new.items()]
     expected = "no new variables in a call, since the state does not hold them"
     advice = (
         "Some of its layers had not been built. Call the model once on a batch, "
@@ -150,29 +145,22 @@ def values(layout: Layout) -> tuple[PyTree, PyTree]:
 
     With a mixed precision policy these are the float32 values that Keras casts for computations.
     """
-    return nest(arrays(layout.params)), nest(arrays(layout.model_state))
+    return arrays(layout.params), arrays(layout.model_state)
 
 
-def arrays(variables: Mapping[Path, Any]) -> dict[Path, Any]:
-    """Returns the arrays that variables hold, not copies, by path."""
-    return {path: variable.value for path, variable in variables.items()}
+def arrays(variables: Mapping[Path, Any]) -> PyTree:
+    """Returns the arrays that variables hold, not copies, as nested dicts."""
+    return nest({path: variable.value for path, variable in variables.items()})
 
 
-def collections(model: keras.Layer) -> dict[str, PyTree]:
-    """Returns the model's own arrays, not copies, as collections of a linen module."""
-    params, batch_stats = values(layout(model))
-    scales = dict(batch_stats.pop(OVERWRITTEN, {}))
-    return {"params": params, "batch_stats": batch_stats, OVERWRITTEN: scales}
-
-
-def from_collections(collections: Mapping[str, PyTree]) -> PyTree:
-    """Returns the model_state from the collections of a linen module; some may be missing."""
+def from_collections(collections: Mapping[str, PyTree]) -> tuple[PyTree, PyTree]:
+    """Returns `(params, model_state)` from the collections of `to_linen`; some may be missing."""
     # A module may have flax's FrozenDicts.
     variables = flax.core.unfreeze(dict(collections))
-    state: dict[str, PyTree] = dict(variables.get("batch_stats", {}))
+    model_state: dict[str, PyTree] = dict(variables.get("batch_stats", {}))
     if variables.get(OVERWRITTEN):
-        state[OVERWRITTEN] = variables[OVERWRITTEN]
-    return state
+        model_state[OVERWRITTEN] = variables[OVERWRITTEN]
+    return variables.get("params", {}), model_state
 
 
 def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
@@ -181,25 +169,27 @@ def nest(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
+def leaves_by_path(tree: PyTree) -> dict[Path, Any]:
+    """Returns the leaves of a tree by their paths."""
+    return {_tree.keys(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
 def pair(layout: Layout, params: PyTree, model_state: PyTree) -> list[tuple[Any, Any]]:
     """Returns the pair `(variable, array)` of every variable.
 
     Raises:
       ValueError: The trees do not match the model; the message names the leaves that differ.
     """
-    expected = {"params": nest(_specs(layout.params))}
-    expected["model_state"] = nest(_specs(layout.model_state))
+    variables = {"params": nest(layout.params), "model_state": nest(layout.model_state)}
     trees = {"params": params, "model_state": model_state}
-    lines = _tree.differences(expected, jax.tree.map(_spec, trees))
+    lines = _tree.differences(*(jax.tree.map(_spec, tree) for tree in (variables, trees)))
     advice = (
         "If layers were frozen, unfrozen, added or quantized since, create the state again. "
-        "Instead of functrain.cast use keras.config.set_dtype_policy('mixed_bfloat16')."
+        "Instead of functrain.cast use keras.config.set_dtype_policy('mixed_bfloat16'). "
+        "For functrain.freeze and lora pass functrain.merge_frozen(state) to bridge.to_keras."
     )
     require_no_problems("state", lines, "leaves like the model's current variables", advice)
-    pairs = [(variable, get_at(params, path)) for path, variable in layout.params.items()]
-    for path, variable in layout.model_state.items():
-        pairs.append((variable, get_at(model_state, path)))
-    return pairs
+    return list(zip(jax.tree.leaves(variables), jax.tree.leaves(trees), strict=True))
 
 
 def get_at(tree: PyTree, path: Path) -> Any:
@@ -207,10 +197,6 @@ def get_at(tree: PyTree, path: Path) -> Any:
     for key in path:
         tree = tree[key]
     return tree
-
-
-def _specs(variables: Mapping[Path, Any]) -> dict[Path, Any]:
-    return dict(zip(variables, map(_spec, variables.values()), strict=True))
 
 
 def _spec(x: Any) -> Any:
@@ -235,12 +221,12 @@ def select_present(variables: Mapping[Path, Any], tree: PyTree, name: str) -> di
     Raises:
       ValueError: The tree has leaves that are no variables; the message names them.
     """
-    paths = [_tree.keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = leaves_by_path(tree)
     unknown = ["/".join(path) for path in paths if path not in variables]
     advice = "If layers have been frozen or unfrozen since, create the state again."
     text = "params of the model, as bridge.create_state returns them"
     require_no_problems(name, unknown, text, advice)
-    return {path: variables[path] for path in variables if path in set(paths)}
+    return {path: variables[path] for path in variables if path in paths}
 
 
 def assign_all(pairs: list[tuple[Any, Any]]) -> None:

@@ -95,7 +95,7 @@ def loss(keras_loss: Any, *, loss_weights: Any = None) -> Callable[..., jax.Arra
     def any_loss(outputs: PyTree, y: PyTree, sample_weight: PyTree) -> tuple[jax.Array, Any]:
         # Like `compile`, uses a single loss for each of several outputs.
         if isinstance(outputs, Mapping | list | tuple):
-            losses = dict.fromkeys(dict(_items(outputs)), keras_loss)
+            losses = dict.fromkeys(_by_key(outputs), keras_loss)
             return _sum_of_losses(losses, None)(outputs, y, sample_weight)
         return single_loss(outputs, y, sample_weight)
 
@@ -151,8 +151,8 @@ def _require_same_rank(sample_weight: jax.Array, values: Any) -> None:
 
 def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
     """Returns the sum of the losses of several outputs, times their factors."""
-    losses = dict(_items(losses))
-    factors = dict.fromkeys(losses, 1.0) if factors is None else dict(_items(factors))
+    losses = _by_key(losses)
+    factors = dict.fromkeys(losses, 1.0) if factors is None else _by_key(factors)
     expected = f"a factor for each loss, {list(losses)}"
     require(factors.keys() == losses.keys(), "loss_weights", expected, factors)
     functions: dict[Any, _LossAndDivisor] = {}
@@ -179,9 +179,8 @@ def _sum_of_losses(losses: Any, factors: Any) -> _LossAndDivisor:
     return sum_and_divisor
 
 
-def _items(container: Any) -> list[tuple[Any, Any]]:
-    items = container.items() if isinstance(container, Mapping) else enumerate(container)
-    return list(items)
+def _by_key(container: Any) -> dict[Any, Any]:
+    return dict(container if isinstance(container, Mapping) else enumerate(container))
 
 
 def entry_of_output(container: PyTree, key: Any, name: str) -> Any:
@@ -194,6 +193,6 @@ def entry_of_output(container: PyTree, key: Any, name: str) -> Any:
     is_container = isinstance(container, Mapping | list | tuple)
     expected = f"a dict or list with an entry for each output, {key!r} among them"
     advice = "The outputs, the labels, their losses and their metrics must have the same keys."
-    has_entry = is_container and key in dict(_items(container))
+    has_entry = is_container and key in _by_key(container)
     require(has_entry, name, expected, container, advice)
     return container[key]

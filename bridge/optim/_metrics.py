@@ -69,10 +69,12 @@ def metric(
     """
     # Keras chooses the kind of "accuracy" by the shapes. The variables of all kinds are alike.
     is_accuracy = isinstance(keras_metric, str) and keras_metric.lower() in ("accuracy", "acc")
-    any_kind = _metric_of("binary_accuracy" if is_accuracy else keras_metric)
+    any_kind = keras.metrics.get("binary_accuracy" if is_accuracy else keras_metric)
+    if not isinstance(any_kind, keras.Metric):
+        any_kind = keras.metrics.MeanMetricWrapper(any_kind)
     # Keras would take the outputs for the weights of the labels.
     takes_values = type(any_kind) in (keras.metrics.Mean, keras.metrics.Sum)
-    expected = f"a function for {_name(any_kind)}, such as lambda outputs, y: outputs"
+    expected = f"a function for {any_kind.name!r}, such as lambda outputs, y: outputs"
     require(values is not None or not takes_values, "values", expected, values)
 
     def update_args(y: PyTree, outputs: PyTree) -> tuple[PyTree, ...]:
@@ -143,18 +145,10 @@ def _build(
 
         with _scope.initialize_new_variables():
             jax.eval_shape(build, *example)
-    if not (keras_private.metrics.is_built_metric(keras_metric) and keras_metric.variables):
-        raise ValueError(
-            f"keras_metric: expected one that has its variables, got {_name(keras_metric)}, which "
-            "creates them at the first batch. Pass bridge.metric(..., example=(outputs, y))."
-        )
-
-
-def _metric_of(keras_metric: Any) -> keras.Metric:
-    """Returns the metric that `compile` makes of a metric, a name or a function."""
-    resolved = keras.metrics.get(keras_metric)
-    is_metric = isinstance(resolved, keras.Metric)
-    return resolved if is_metric else keras.metrics.MeanMetricWrapper(resolved)
+    is_built = keras_private.metrics.is_built_metric(keras_metric) and keras_metric.variables
+    expected = "a metric that has its variables"
+    advice = "It creates them at the first batch: pass bridge.metric(..., example=(outputs, y))."
+    require(is_built, "keras_metric", expected, keras_metric, advice)
 
 
 def _accuracy(y: PyTree, outputs: PyTree) -> keras.Metric:
@@ -162,7 +156,3 @@ def _accuracy(y: PyTree, outputs: PyTree) -> keras.Metric:
     shapes = map(keras.KerasTensor, map(jnp.shape, (y, outputs)))
     with _scope.outside_of_traces():
         return keras_private.metrics.get_metric("accuracy", *shapes)
-
-
-def _name(keras_metric: Any) -> str:
-    return f"{type(keras_metric).__name__} {keras_metric.name!r}"

@@ -10,17 +10,12 @@ import numpy as np
 import optax
 
 from bridge import keras_private
+from bridge.model._functions import find_function, name_of
 from bridge.model._names import Path, free
 from bridge.model._variables import arrays, get_at, nest
 from bridge.optim import _plain_data
 from bridge.optim._schedules import schedule
-from bridge.optim._slots import (
-    Role,
-    from_plain_array,
-    key_impl,
-    roles_of_leaves,
-    to_plain_array,
-)
+from bridge.optim._slots import Role, from_plain_array, roles_of_leaves, to_plain_array
 from functrain.internal import PyTree, check_tx, require
 from functrain.internal import tree as _tree
 
@@ -40,22 +35,22 @@ class StateMapping(NamedTuple):
       trained: The model's variables, by their paths in the params of the transformation.
       treedef: The structure of the optax state.
       slots: The optimizer's variables, one for each leaf of the state.
-      impls: The `key_impl` of each leaf.
+      keys: The first value of each leaf that is a PRNG key, None for each other.
     """
 
     trained: dict[Path, Any]
     treedef: Any
     slots: list[Any]
-    impls: list[Any]
+    keys: list[Any]
 
     def params(self) -> PyTree:
         """Returns the current values of the model's variables as params."""
-        return nest(arrays(self.trained))
+        return arrays(self.trained)
 
     def state(self) -> PyTree:
         """Returns the current values of the optimizer's variables as an optax state."""
         values = [slot.value for slot in self.slots]
-        return self.treedef.unflatten(map(from_plain_array, values, self.impls))
+        return self.treedef.unflatten(map(from_plain_array, values, self.keys))
 
 
 @keras.saving.register_keras_serializable(package="bridge")
@@ -129,7 +124,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     def _create_slots(self, variables: list[Any]) -> StateMapping:
         # Keras assigns their gradients to float8 scales, without the optimizer.
         trained = self._by_path([v for v in variables if not v.overwrite_with_gradient])
-        params = nest(arrays(trained))
+        params = arrays(trained)
         # A copy: leaves of the state may share buffers with each other or with params.
         state = _tree.copy(self.tx.init(params))
         _require_gradients_suffice(self.tx, params, state)
@@ -141,8 +136,8 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         slots: list[Any] = [None] * len(leaves)
         for i in order:
             slots[i] = self._add_slot(leaves[i], roles[i], list(trained.values()))
-        impls = list(map(key_impl, leaves))
-        return StateMapping(trained, treedef, slots, impls)
+        keys = [leaf if _tree.is_key(leaf) else None for leaf in leaves]
+        return StateMapping(trained, treedef, slots, keys)
 
     def _by_path(self, trained: list[Any]) -> dict[Path, Any]:
         """Returns variables by path.
@@ -210,8 +205,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         # and are not assigned below.
         all_grads = {}
         for path, variable in mapping.trained.items():
-            zeros = jnp.zeros_like(variable.value)
-            all_grads[path] = grad_by_id.get(id(variable), zeros)
+            all_grads[path] = grad_by_id.get(id(variable), jnp.zeros_like(variable.value))
         params = mapping.params()
         updates, state = self.tx.update(nest(all_grads), mapping.state(), params)
         new_params = optax.apply_updates(params, updates)
@@ -279,7 +273,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         trained = self.mapping.trained if self.built else {}
         return {
             "name": self.name,
-            "tx": _plain_data.name_of(self._factory, _OWNER),
+            "tx": name_of(self._factory, _OWNER),
             "arguments": _plain_data.encode(arguments, _OWNER),
             # `_by_path` recognizes the variables of a loaded model by their paths and shapes.
             "variables": [[list(path), list(v.shape)] for path, v in trained.items()],
@@ -288,9 +282,8 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OptaxOptimizer":
         """Returns the optimizer that `get_config` described, without its state."""
-        function = _plain_data.find_function(config["tx"])
         arguments = _plain_data.decode(config["arguments"])
-        optimizer = cls(function, name=config["name"], **arguments)
+        optimizer = cls(find_function(config["tx"]), name=config["name"], **arguments)
         # Not by assignment, for the same reason as in `__init__`. `_by_path` reads them.
         optimizer.__dict__["_saved_paths"] = config["variables"]
         return optimizer

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from bridge.model._functions import find_function, name_of
 from bridge.optim import _plain_data
 from functrain.internal import require
 
@@ -84,12 +85,12 @@ class OptaxSchedule(keras.optimizers.schedules.LearningRateSchedule):  # type: i
           ValueError: The function has no name that a file can contain.
         """
         return {
-            "function": _plain_data.name_of(self._function, "bridge.schedule"),
+            "function": name_of(self._function, "bridge.schedule"),
             "arguments": _plain_data.encode(self._arguments, "bridge.schedule"),
         }
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "OptaxSchedule":
         """Returns the schedule that `get_config` described."""
-        function = _plain_data.find_function(config["function"])
-        return cls(function, _plain_data.decode(config["arguments"]))
+        arguments = _plain_data.decode(config["arguments"])
+        return cls(find_function(config["function"]), arguments)

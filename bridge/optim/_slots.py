@@ -108,11 +108,7 @@ def to_plain_array(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if _tree.is_key(leaf) else leaf
 
 
-def key_impl(leaf: jax.Array) -> Any:
-    """Returns the implementation of a PRNG key; None for a leaf that is not a key."""
-    return jax.random.key_impl(leaf) if _tree.is_key(leaf) else None
-
-
-def from_plain_array(array: jax.Array, impl: Any) -> jax.Array:
-    """Returns the leaf from its `to_plain_array` and its `key_impl`."""
-    return array if impl is None else jax.random.wrap_key_data(array, impl=impl)
+def from_plain_array(array: jax.Array, like: Any) -> jax.Array:
+    """Returns the leaf from its `to_plain_array`, with the type of another one if that is a key."""
+    is_key = _tree.is_key(like)
+    return jax.random.wrap_key_data(array, impl=jax.random.key_impl(like)) if is_key else array

@@ -9,7 +9,7 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _variables
-from functrain.internal import PyTree, call, require_no_problems
+from functrain.internal import PyTree, call, require, require_no_problems
 from functrain.internal import tree as _tree
 
 Variables: TypeAlias = list[Any]
@@ -72,11 +72,9 @@ def keras_state(model: keras.Model, batch: PyTree = None) -> KerasState:
     if batch is not None:
         keras_private.trainer.build(model, batch)
     # Metrics make their variables at the first batch, so a state made before would lack them.
-    elif not keras_private.trainer.is_built(model):
-        raise ValueError(
-            f"model: expected {model.name!r} to be built with its compiled loss and metrics, which "
-            "Keras does at the first batch. Pass one: bridge.keras_state(model, batch=(x, y))."
-        )
+    expected = "a model that is built, with its compiled loss and metrics"
+    advice = "Keras does it at the first batch. Pass one: bridge.keras_state(model, batch=(x, y))."
+    require(keras_private.trainer.is_built(model), "model", expected, model, advice)
     # A program may donate the state, and the model must keep its values.
     state: KerasState = _tree.copy(variable_values(model))
     return state
@@ -94,10 +92,8 @@ def write_keras_state(state: KerasState, model: keras.Model) -> keras.Model:
     differences = _tree.differences(variable_values(model), state)
     expected = f"the state of the compiled model {model.name!r}"
     require_no_problems("state", differences, expected, advice)
-    pairs: list[tuple[Any, Any]] = []
-    for name, variables in variable_lists(model).items():
-        pairs += zip(variables, getattr(state, name), strict=True)
-    _variables.assign_all(pairs)
+    variables = jax.tree.leaves(KerasState(**variable_lists(model)))
+    _variables.assign_all(list(zip(variables, jax.tree.leaves(state), strict=True)))
     return model
 
 
@@ -131,10 +127,7 @@ def variable_values(model: keras.Model, fields: Collection[str] = FIELDS) -> Ker
 
 def require_compiled(model: Any) -> None:
     """Raises TypeError if `model` is not a Keras model, ValueError if it is not compiled."""
-    if not keras_private.trainer.is_trainer(model):
-        raise TypeError(f"model: expected a keras.Model, got {type(model).__name__}")
-    if not model.compiled:
-        raise ValueError(
-            f"model: expected {model.name!r} to be compiled. Call model.compile(optimizer, loss), "
-            "or use bridge.from_keras with your own loss and optimizer."
-        )
+    is_trainer = keras_private.trainer.is_trainer(model)
+    require(is_trainer, "model", "a keras.Model", model, error=TypeError)
+    advice = "Call model.compile(optimizer, loss), or use bridge.from_keras and optax."
+    require(model.compiled, "model", "a compiled model", model, advice)

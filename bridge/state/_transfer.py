@@ -15,7 +15,6 @@ from bridge.optim._slots import (
     KerasOptState,
     Role,
     from_plain_array,
-    key_impl,
     kind_of,
     roles_of_leaves,
     roles_of_variables,
@@ -24,7 +23,7 @@ from bridge.optim._slots import (
 from functrain.internal import PyTree
 from functrain.internal import tree as _tree
 
-# An optimizer's variables, with a value for each.
+# An optimizer's variables, or None, with an array for each.
 Pairs: TypeAlias = list[tuple[Any, jax.Array]]
 
 
@@ -50,14 +49,12 @@ def from_optimizer(opt_state: PyTree, model: Any) -> tuple[PyTree, jax.Array]:
         problem = f"the optimizer {optimizer.name!r} has not been built, and has no slots"
         raise OptimizerMismatchError(problem)
     layout = _variables.layout(model)
-    variables = _counterparts(opt_state, layout, optimizer, may_lack_params=False)
-    leaves, treedef = jax.tree.flatten(opt_state)
     # A new state has a leaf for every slot, which the optimizer's variables replace.
     values = []
-    for variable, leaf in zip(variables, leaves, strict=True):
-        is_leaf = variable is None
-        values.append(leaf if is_leaf else from_plain_array(variable.value, key_impl(leaf)))
-    return _tree.copy(jax.tree.unflatten(treedef, values)), step_counter(optimizer).value
+    for variable, leaf in _pairs(opt_state, layout, optimizer, may_lack_params=False):
+        values.append(leaf if variable is None else from_plain_array(variable.value, leaf))
+    new_state = jax.tree.unflatten(jax.tree.structure(opt_state), values)
+    return _tree.copy(new_state), step_counter(optimizer).value
 
 
 def to_optimizer(opt_state: PyTree, model: Any, layout: _variables.Layout, *, step: Any) -> Pairs:
@@ -80,12 +77,11 @@ def to_optimizer(opt_state: PyTree, model: Any, layout: _variables.Layout, *, st
     if not optimizer.built:
         with keras_private.optimizers.atomic_build(optimizer):
             optimizer.build(model.trainable_variables)
-    variables = _counterparts(opt_state, layout, optimizer, may_lack_params=True)
     # The step comes first: if the state counts updates too, its own count overwrites the step.
     pairs: Pairs = []
     if step is not None:
         pairs.append((step_counter(optimizer), jnp.asarray(step, jnp.int32)))
-    for variable, leaf in zip(variables, jax.tree.leaves(opt_state), strict=True):
+    for variable, leaf in _pairs(opt_state, layout, optimizer, may_lack_params=True):
         if variable is not None:
             pairs.append((variable, to_plain_array(leaf)))
     return pairs
@@ -116,10 +112,10 @@ def _no_common_state(optimizer: Any) -> OptimizerMismatchError:
     )
 
 
-def _counterparts(
+def _pairs(
     opt_state: PyTree, layout: _variables.Layout, optimizer: Any, *, may_lack_params: bool
-) -> list[Any]:
-    """Returns for each leaf of a state the optimizer's variable with the same role, or None.
+) -> Pairs:
+    """Returns each leaf of a state with the optimizer's variable of the same role, or None.
 
     Args:
       opt_state: The state of optax.
@@ -153,12 +149,13 @@ def _counterparts(
     if set(roles) - {None} != variable_by_role.keys():
         raise _no_common_state(optimizer)
     variables: list[Any] = [variable_by_role.get(role) if role else None for role in roles]
-    for variable, leaf in zip(variables, jax.tree.leaves(opt_state), strict=True):
+    pairs = list(zip(variables, jax.tree.leaves(opt_state), strict=True))
+    for variable, leaf in pairs:
         slot, array = getattr(variable, "value", None), to_plain_array(leaf)
         if slot is not None and _tree.strong_spec(slot) != _tree.strong_spec(array):
             problem = f"{variable.path} is {_tree.spec(slot)}, its leaf in tx {_tree.spec(array)}"
             raise OptimizerMismatchError(problem)
-    return variables
+    return pairs
 
 
 def _roles(opt_state: PyTree, optimizer: Any, params: Mapping[Path, int]) -> list[Role | None]:

@@ -98,7 +98,7 @@ def _stable_names(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, 
       layers: The names of the layers, by group.
     """
     own_names: dict[str, str] = {}
-    unnamed: dict[str, list[tuple[int, str]]] = collections.defaultdict(list)
+    unnamed: dict[tuple[str, str], list[tuple[int, str]]] = collections.defaultdict(list)
     for group, name in layers.items():
         container, _, last = group.rpartition("/")
         # The group of a layer in an attribute has the name of the attribute, which is stable. A
@@ -107,11 +107,10 @@ def _stable_names(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, 
             continue
         cls = re.sub(r"_\d+$", "", last)
         if match := re.fullmatch(rf"{re.escape(cls)}(?:_(\d+))?", name):
-            unnamed[f"{container}/{cls}"].append((int(match[1] or 0), group))
+            unnamed[container, cls].append((int(match[1] or 0), group))
         else:
             own_names[group] = name
-    for kind, members in unnamed.items():
-        cls = kind.rpartition("/")[2]
+    for (_, cls), members in unnamed.items():
         numbers = sorted(number for number, _ in members)
         # Names with other gaps, such as a user's own `dense_2`, do not tell which layer is which.
         places = ", ".join(str(number - numbers[0]) for number in numbers)

@@ -11,15 +11,12 @@ import flax.linen as nn
 import jax
 import keras
 import numpy as np
-import optax
 import pytest
 from keras import layers
 
-import functrain as ft
 from bridge.model import _variables
 
 X = np.random.default_rng(0).normal(size=(32, 6)).astype(np.float32)
-Y = np.random.default_rng(1).normal(size=(32, 2)).astype(np.float32)
 MUTABLE = ["batch_stats", "losses"]
 
 
@@ -58,7 +55,7 @@ def require_same_as_from_keras(model: keras.Layer, x: Any) -> None:
     equal(outputs, expected.outputs)
     losses = changed.pop("losses", {})
     equal([values[0] for values in losses.values()], list(expected.losses))
-    equal(_variables.from_collections({**variables, **changed}), expected.model_state)
+    equal(_variables.from_collections({**variables, **changed})[1], expected.model_state)
 
 
 def test_a_model_equals_itself_in_linen() -> None:
@@ -77,36 +74,13 @@ def test_values_go_there_and_back_unchanged() -> None:
     assert set(variables) == {"params", "batch_stats"}
     _, changed = module.apply(variables, X, training=True, mutable=MUTABLE)
     variables = {**variables, **changed}
-    assert bridge.to_keras(variables, other) is other
+    assert bridge.to_keras(flax.core.freeze(variables), other) is other
     np.testing.assert_array_equal(other(X), module.apply(variables, X))
     equal({k: v for k, v in variables.items() if k != "losses"},
           dict(bridge.to_linen(other).init(jax.random.key(9), X)))  # fmt: skip
     model(X, training=True)  # what Keras itself makes of the same step
     for a, b in zip(model.variables, other.variables, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7, err_msg=a.path)
-
-
-def test_a_frozen_dict_of_variables_goes_back_too() -> None:
-    model, other = (keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)]) for _ in range(2))
-    module = bridge.to_linen(model)
-    variables = flax.core.freeze(module.init(jax.random.key(1), np.ones((1, 3), np.float32)))
-    bridge.to_keras(variables, other)
-    np.testing.assert_array_equal(other.layers[0].kernel, variables["params"]["dense"]["kernel"])
-
-
-def test_training_in_flax_equals_training_from_keras() -> None:
-    tx, model = optax.adam(0.01), net()
-    linen = ft.from_linen(bridge.to_linen(model))
-    params, state = linen.init(jax.random.key(0), X)
-    ends = []
-    for pure, start in [
-        (linen, ft.TrainState.create(params=params, model_state=state, tx=tx)),
-        (bridge.from_keras(model), bridge.create_state(model, tx)),
-    ]:
-        step = ft.train_step(ft.supervised(pure, bridge.loss("mse")), tx)
-        end, history = ft.fit(start, step, ft.ArrayLoader((X, Y), 8), epochs=2, verbose=0)
-        ends.append((end.params, history.epochs["loss"]))
-    equal(*ends)
 
 
 def test_a_key_serves_dropout_and_leaves_the_counters() -> None:

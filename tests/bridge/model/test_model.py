@@ -27,10 +27,14 @@ def test_apply_equals_calling_the_model_bit_for_bit(build, training):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_apply_under_jit_equals_calling_the_model(build, training):
+def test_apply_under_jit_equals_calling_the_model_and_leaves_it_as_it_was(build, training):
     model, x = build()
+    before = snapshot(model)
     apply, params, model_state = start(model)
     got = jax.jit(apply, static_argnames="training")(params, model_state, x, training=training)
+    assert_equal(before, snapshot(model))
+    # So that it can be the carry of a scan.
+    assert specs(got.model_state) == specs(model_state)
     assert_close(got.outputs, call(model, x, training), model)
     assert_close(got.losses, tuple(jnp.float32(loss) for loss in model.losses), model)
     assert_close(got.model_state, _variables.values(_variables.layout(model))[1], model)
@@ -62,28 +66,8 @@ def test_losses_are_f32_scalars_under_mixed_precision(builders):
 # State
 
 
-def test_model_state_fits_a_scan(build):
-    model, x = build()
-    apply, params, model_state = start(model)
-
-    def step(carry, _):
-        return apply(params, carry, x, training=True).model_state, None
-
-    after, _ = jax.lax.scan(step, model_state, length=2)
-    assert specs(after) == specs(model_state)
-    assert specs(apply(params, model_state, x).model_state) == specs(model_state)
-
-
-def test_apply_leaves_the_keras_model_as_it_was(build):
-    model, x = build()
-    before = snapshot(model)
-    apply, params, model_state = start(model)
-    jax.jit(lambda *a: apply(*a, training=True))(params, model_state, x)
-    assert_equal(before, snapshot(model))
-
-
-def test_donating_a_state_leaves_the_keras_model_alive(build):
-    model, x = build()
+def test_donating_a_state_leaves_the_keras_model_alive(builders):
+    model, x = builders["metric_and_loss_in_call"]()
     before = snapshot(model)
     donate = jax.jit(lambda s: jax.tree.map(lambda v: v + 1, s), donate_argnums=0)
     donate(bridge.create_state(model, SGD))

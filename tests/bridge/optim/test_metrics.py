@@ -237,7 +237,7 @@ def test_what_is_no_keras_metric_is_refused() -> None:
 def test_a_metric_that_needs_more_says_what() -> None:
     with pytest.raises(ValueError, match=r"F1Score.*at the first batch.*example=\(outputs, y\)"):
         bridge.metric(metrics.F1Score())
-    with pytest.raises(ValueError, match=r"a function for Mean 'mean', such as lambda outputs, y"):
+    with pytest.raises(ValueError, match=r"a function for 'mean', such as lambda outputs, y"):
         bridge.metric("mean")
     mae = bridge.metric("mae")
     with pytest.raises(ValueError, match="labels: expected labels to compare"):

@@ -12,8 +12,8 @@ import optax
 import pytest
 from keras import layers
 
+from bridge.optim._optimizers import Wrapped
 from bridge.optim._slots import KerasOptState
-from bridge.optim._wrapped import Wrapped
 from tests.bridge.optimizer_cases import CASES, ByKeras, K, make_params, wild_gradients
 
 QUICK = ("SGD nesterov, decay", "AdamW without biases", "Muon", "LossScaleOptimizer")
