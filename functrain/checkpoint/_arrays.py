@@ -41,29 +41,26 @@ def write_arrays(file: Any, leaves: Mapping[str, Leaf]) -> tuple[int, int, str, 
       the file, box in the array, checksum]`` for each part.
     """
     header, offset = dict[str, Any](), 0
-    for name, leaf in leaves.items():
-        for box, array in leaf.shards:
-            # A part of an array is stored under the name of the leaf with its box. Dtypes that
-            # safetensors lacks are stored as bytes, along one more axis.
-            is_complete = _tree.strong_spec(array) == leaf.stored_spec
-            dtype = _SAFETENSORS_NAMES.get(str(array.dtype))
-            header[name if is_complete else f"{name}[{_box_to_text(box)}]"] = {
-                "dtype": dtype or "U8",
-                "shape": array.shape if dtype else (*array.shape, array.dtype.itemsize),
-                "data_offsets": (offset, offset + array.nbytes),
-            }
-            offset += array.nbytes
+    parts = [(name, *shard) for name, leaf in leaves.items() for shard in leaf.shards]
+    for name, box, array in parts:
+        # A part of an array is stored under the name of the leaf with its box. Dtypes that
+        # safetensors lacks are stored as bytes, along one more axis.
+        is_complete = _tree.strong_spec(array) == leaves[name].stored_spec
+        dtype = _SAFETENSORS_NAMES.get(str(array.dtype))
+        header[name if is_complete else f"{name}[{_box_to_text(box)}]"] = {
+            "dtype": dtype or "U8",
+            "shape": array.shape if dtype else (*array.shape, array.dtype.itemsize),
+            "data_offsets": (offset, offset + array.nbytes),
+        }
+        offset += array.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
     text = len(text).to_bytes(8, "little") + text
     shards = dict[str, Any]()
     file.write(text)
-    for name, leaf in leaves.items():
-        for box, array in leaf.shards:
-            begin = file.tell()
-            checksum = _write_in_chunks(file, array)
-            record = [begin, _box_to_text(box), f"{checksum:08x}"]
-            shards.setdefault(name, []).append(record)
+    for name, box, array in parts:
+        record = [file.tell(), _box_to_text(box), f"{_write_in_chunks(file, array):08x}"]
+        shards.setdefault(name, []).append(record)
     return len(text) + offset, len(text), f"{zlib.crc32(text):08x}", shards
 
 

@@ -183,11 +183,10 @@ def _leaf_records(
     """Returns the records of leaves for the manifest; ValueError if parts of them are missing."""
     records = dict[str, Any]()
     for name, leaf in leaves.items():
-        record = records[name] = {"spec": leaf.spec, "shards": list[Any]()}
+        shards = [[i, *x] for i, parts in enumerate(shards_by_process) for x in parts.get(name, [])]
+        record = records[name] = {"spec": leaf.spec, "shards": shards}
         if leaf.stored_spec != leaf.spec:
             record["stored"] = leaf.stored_spec
-        for process, shards in enumerate(shards_by_process):
-            record["shards"] += [[process, *shard] for shard in shards.get(name, [])]
         expected = "parts of the processes that make up each array once"
         advice = "Nothing was saved. Place it in the same way in every process."
         path = f"{directory}: {_leaves.leaf_path(name)}"

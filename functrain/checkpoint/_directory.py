@@ -8,11 +8,7 @@ from typing import Any, TypeVar
 
 from functrain.checkpoint import _processes
 from functrain.checkpoint._checkpoint import delete_unneeded, read_current
-from functrain.checkpoint._errors import (
-    CheckpointCorruptError,
-    CheckpointMismatchError,
-    ObjectStoreError,
-)
+from functrain.checkpoint._errors import CheckpointCorruptError, ObjectStoreError
 from functrain.checkpoint._files import MANIFEST, files_at, is_step_name
 from functrain.checkpoint._manifest import read_manifest
 from functrain.common import _direction
@@ -175,7 +171,7 @@ def clean_up(directory: str) -> None:
             delete_unneeded(path, "")
         # Arrays of one save only: nothing was interrupted, and the manifest need not be read.
         elif len(endings) > 2:
-            with contextlib.suppress(CheckpointCorruptError, CheckpointMismatchError):
+            with contextlib.suppress(CheckpointCorruptError, ValueError):  # of another format
                 delete_unneeded(path, read_manifest(path)["save_id"])
 
 

@@ -17,14 +17,13 @@ import re
 from collections.abc import Iterator
 from typing import IO
 
-from functrain.checkpoint._object_store import ObjectStore
+from functrain.checkpoint._object_store import PACKAGES, ObjectStore
 from functrain.common import _locks
 from functrain.common._checks import require
 from functrain.common._paths import path_text
 
 MANIFEST = "checkpoint.json"
 _NEW_MANIFEST = f"{MANIFEST}.new"
-_PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}  # by protocol
 
 
 def arrays_name(process: int, save_id: str) -> str:
@@ -48,7 +47,7 @@ def resolve_path(path: str | os.PathLike[str], name: str = "path") -> str:
     text = path_text(path, name)
     expected = "a path on this machine, such as 'runs/first' or '.', or a URL of gs:// or s3://"
     url = re.match(r"(\w\w+)?:/(/?)(.*)", text)
-    is_known = url is None or (url[1] in _PACKAGES and url[2] and url[3])
+    is_known = url is None or (url[1] in PACKAGES and url[2] and url[3])
     advice = "Mount other storage as a folder. A pathlib.Path removes a slash: pass a text."
     require(is_known, name, expected, text, advice)
     return os.path.realpath(text) if url is None else text.rstrip("/")
@@ -59,10 +58,7 @@ def files_at(path: str) -> "Disk | ObjectStore":
 
     Raises ImportError if the library for a URL is not installed.
     """
-    if "://" not in path:
-        return Disk()
-    protocol = path.partition("://")[0]
-    return ObjectStore(protocol, _PACKAGES[protocol])
+    return ObjectStore(path) if "://" in path else Disk()
 
 
 class Disk:

@@ -107,11 +107,8 @@ def _checksum(body: Any) -> str:
 def fingerprint(state: PyTree) -> dict[str, Any]:
     """Returns versions, devices and cores of this process, and the meshes of a state."""
     device, cores = jax.devices()[0], getattr(os, "sched_getaffinity", None)
-    meshes = set()
-    for leaf in jax.tree.leaves(state):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, jax.NamedSharding):
-            meshes.add(str(dict(sharding.mesh.shape)))
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
+    meshes = {str(dict(x.mesh.shape)) for x in shardings if isinstance(x, jax.NamedSharding)}
     return {
         "functrain": __version__,
         "jax": jax.__version__,

@@ -19,6 +19,8 @@ from functrain.common._library import import_optional
 # Larger requests are faster, but this memory is taken beside a leaf. S3 allows 10,000 parts.
 _READ_BYTES, _WRITE_BYTES = 16 * 2**20, 64 * 2**20
 
+PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}  # by protocol
+
 
 @functools.cache
 def _file_system(protocol: str, package: str, process: int) -> Any:
@@ -55,13 +57,9 @@ class ObjectStore:
 
     errors = staticmethod(_store_errors)
 
-    def __init__(self, protocol: str, package: str) -> None:
-        self._protocol, self._package = protocol, package
-        _file_system(protocol, package, os.getpid())  # raises an ImportError at once
-
-    @property
-    def _store(self) -> Any:
-        return _file_system(self._protocol, self._package, os.getpid())
+    def __init__(self, path: str) -> None:
+        protocol = path.partition("://")[0]
+        self._store = _file_system(protocol, PACKAGES[protocol], os.getpid())
 
     def names(self, directory: str) -> set[str]:
         """Returns the names of the objects below a path; "" is the path itself."""
@@ -113,7 +111,7 @@ class ObjectStore:
 
     def lock(self, directory: str) -> "_Owner":
         """Returns the record of the newest writer of a directory."""
-        return _Owner(self, f"{directory}/.functrain-writer")
+        return _Owner(f"{directory}/.functrain-writer")
 
 
 class _Owner:
@@ -123,13 +121,14 @@ class _Owner:
     record instead, and the one before finds that out when it saves.
     """
 
-    def __init__(self, files: ObjectStore, path: str) -> None:
-        self._files, self._path, self._record = files, path, b""
+    def __init__(self, path: str) -> None:
+        self._path, self._record = path, b""
 
     def is_held(self) -> bool:
         """Returns True if this is the writer; raises RuntimeError if another has taken over."""
         with contextlib.suppress(FileNotFoundError):  # it was deleted with the directory
-            if self._record and (stored := self._files.read(self._path)) != self._record:
+            stored = ObjectStore(self._path).read(self._path) if self._record else b""
+            if stored != self._record:
                 writer = stored.decode(errors="replace").partition("#")[0]
                 raise RuntimeError(
                     f"{os.path.dirname(self._path)}: expected to be the only writer of this "
@@ -142,7 +141,7 @@ class _Owner:
         """Becomes the writer; raises ObjectStoreError if the store cannot be written."""
         record = f"process {os.getpid()} on {socket.gethostname()}#{secrets.token_hex(8)}"
         self._record = record.encode()
-        self._files.replace(self._path, self._record)
+        ObjectStore(self._path).replace(self._path, self._record)
 
     def release(self) -> None:
         """Ends the writing. The record stays, and the next writer replaces it."""

@@ -159,7 +159,7 @@ def warm_start(
                 )
             specs = {path: arrays.specs[name] for path, name in loaded.items()}
             _require_same_specs(file, specs, leaves, cast)
-            _warn_of_torch_matrices(file, loaded, leaves)
+            _warn_of_torch(file, loaded, leaves)
             _require_values({path: leaves[path] for path in _without(leaves, loaded)})
             new_leaves = dict(leaves)
             # One by one, so that the buffers of the file exist for one leaf at a time.
@@ -270,9 +270,7 @@ def _require_same_specs(
     )
 
 
-def _warn_of_torch_matrices(
-    source: str, loaded: Mapping[str, str], leaves: Mapping[str, Any]
-) -> None:
+def _warn_of_torch(source: str, loaded: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
     """Warns if square matrices under PyTorch's name become kernels, which are its transposes."""
     # The shape of any other one differs from that of its transpose, which is an error.
     for path, name in loaded.items():

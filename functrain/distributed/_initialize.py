@@ -79,7 +79,6 @@ def initialize(
         "same address and number of processes, and its own process_id?"
     )
     timer = threading.Timer(0.9 * timeout, print, [message], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
     timer.start()
     try:
         jax.distributed.initialize(**config, **more)

@@ -94,7 +94,7 @@ def resume(
       epochs: The number of epochs of the run.
       release: Called before arrays are read into memory.
     """
-    refusal: OSError | None = None
+    directory, refusal = checkpointer.directory, None
     try:
         processes.call_on_first(checkpointer._require_writable)
     except OSError as error:
@@ -102,7 +102,7 @@ def resume(
         if is_multiprocess():
             raise
         refusal = error
-    if not visible_steps(checkpointer.directory):
+    if not visible_steps(directory):
         if refusal is not None:
             raise refusal
         return None
@@ -111,8 +111,8 @@ def resume(
 
     def trees_to_read(manifest: dict[str, Any]) -> dict[str, PyTree]:
         nonlocal remaining
-        _require_same_run(checkpointer, batches, manifest)
-        remaining = _remaining(checkpointer, batches, manifest, epochs)
+        _require_same_run(directory, batches, manifest)
+        remaining = _remaining(directory, batches, manifest, epochs)
         if refusal is not None and not remaining.finished:
             raise refusal
         # Hooks may have chosen another final state, such as the best one. With more epochs, the
@@ -123,7 +123,7 @@ def resume(
         if has_metrics and not _leaves.differences(manifest, {"metrics": metrics}):
             trees["metrics"] = metrics
         if release is not None:
-            _leaves.require_leaves(checkpointer.directory, manifest, trees)
+            _leaves.require_leaves(directory, manifest, trees)
             release()
         return trees
 
@@ -141,14 +141,13 @@ def resume(
     if not remaining.nothing_left:
         # If one process finds other data, all must raise: the others would wait for it forever.
         with processes.raise_in_all():
-            changed = batches.restore(
-                remaining.data, remaining.position.epoch, remaining.position.batch
-            )
-            _require_same_data(checkpointer, changed)
+            _, epoch, batch = remaining.position
+            changed = batches.restore(remaining.data, epoch, batch)
+            _require_same_data(directory, changed)
     # Later checkpoints that could not be read are damaged, and the run writes them again.
     step = restored.position.step
-    processes.call_on_first(lambda: for_later(set_aside, checkpointer.directory, step))
-    _compare_environments(checkpointer, manifest, state)
+    processes.call_on_first(lambda: for_later(set_aside, directory, step))
+    _compare_environments(directory, manifest, state)
     if metrics is not None and not (manifest["epoch_over"] or "metrics" in trees):
         warn(
             "metrics: the checkpoint is from within an epoch, and of a step with other metrics "
@@ -160,9 +159,7 @@ def resume(
     return remaining
 
 
-def _remaining(
-    checkpointer: Checkpointer, batches: Batches, manifest: dict[str, Any], epochs: int
-) -> Resumed:
+def _remaining(directory: str, batches: Batches, manifest: dict[str, Any], epochs: int) -> Resumed:
     """Returns what is left of a training after a checkpoint, without what it saved.
 
     Raises:
@@ -177,7 +174,7 @@ def _remaining(
     nothing_left = finished or (epoch_is_over and position.epoch + 1 == epochs)
     if epoch_is_over and not nothing_left:
         position = Position(position.step, position.epoch + 1)
-    place = f"step {position.step}, from which {checkpointer.directory} resumes"
+    place = f"step {position.step}, from which {directory} resumes"
     require_epochs_left(batches, position, epochs, place)
     return Resumed(
         position,
@@ -185,25 +182,23 @@ def _remaining(
         nothing_left=nothing_left,
         finished=finished,
         stopped=finished and done["stopped"],
-        directory=checkpointer.directory,
+        directory=directory,
     )
 
 
-def _require_same_run(
-    checkpointer: Checkpointer, batches: Batches, manifest: dict[str, Any]
-) -> None:
+def _require_same_run(directory: str, batches: Batches, manifest: dict[str, Any]) -> None:
     if "epoch_over" not in manifest:
         raise CheckpointMismatchError(
-            f"{checkpointer.directory}: expected checkpoints of a run, not of Checkpointer.save. "
+            f"{directory}: expected checkpoints of a run, not of Checkpointer.save. "
             "Restore the state with Checkpointer.restore and pass start=, use another directory, "
             "or go back to a checkpoint of a run with rollback(step)."
         )
-    _require_same_data(checkpointer, differences(manifest["data"], batches.fingerprint()))
+    _require_same_data(directory, differences(manifest["data"], batches.fingerprint()))
 
 
-def _require_same_data(checkpointer: Checkpointer, changed: list[str]) -> None:
+def _require_same_data(directory: str, changed: list[str]) -> None:
     require_no_problems(
-        checkpointer.directory,
+        directory,
         changed,
         "the data of the run that was saved",
         "Nothing was loaded. To continue with other data, restore the state with "
@@ -212,21 +207,19 @@ def _require_same_data(checkpointer: Checkpointer, changed: list[str]) -> None:
     )
 
 
-def _compare_environments(
-    checkpointer: Checkpointer, manifest: dict[str, Any], state: PyTree
-) -> None:
+def _compare_environments(directory: str, manifest: dict[str, Any], state: PyTree) -> None:
     """Warns of another environment; raises if each process has its own state, but had a mesh."""
     saved, current = manifest["run"], fingerprint(state)
     # A single process may resume without a mesh: it is the whole run.
     if is_multiprocess() and saved["mesh"] and not current["mesh"]:
         raise CheckpointMismatchError(
-            f"{checkpointer.directory}: expected a state on a mesh of all processes, such as "
+            f"{directory}: expected a state on a mesh of all processes, such as "
             f"{saved['mesh']}, got none. Each process would train alone: make the state with "
             "functrain.sharding.create, or pass sharding=."
         )
     if lines := differences(saved, current):
         warn(
-            f"{checkpointer.directory}: the run resumes in another environment than it was saved "
+            f"{directory}: the run resumes in another environment than it was saved "
             "in, so results may differ from those of an uninterrupted run:\n"
             f"{_tree.bullets(lines)}"
         )

@@ -11,8 +11,8 @@ from functrain.common._types import PyTree
 
 _GIB = 2**30
 _VMEM = 128 * 2**20
-_GOOGLE = "https://cloud.google.com/tpu/docs/"
-_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_TPU = "https://cloud.google.com/tpu/docs/"
+_GPU = "https://www.nvidia.com/en-us/data-center/"
 
 
 class Chip(NamedTuple):
@@ -49,30 +49,31 @@ class Chip(NamedTuple):
 # matrix units of size s, which is 2 n s² operations a cycle, and that of v6e is assumed. Memory,
 # bandwidth and clock of the GPUs are those of XLA's target configurations.
 _CHIPS = {
-    "TPU v4": Chip("TPU v4", int(30.75 * _GIB), 1.2e12, 275e12, 1.05e9, _GOOGLE + "v4"),
-    "TPU v5 lite": Chip(
-        "TPU v5e", int(15.75 * _GIB), 0.82e12, 197e12, 1.5e9, _GOOGLE + "v5e", _VMEM
-    ),
-    "TPU v5": Chip("TPU v5p", int(95.74 * _GIB), 2.77e12, 459e12, 1.75e9, _GOOGLE + "v5p"),
-    "TPU v6 lite": Chip(
-        "TPU v6e", int(31.25 * _GIB), 1.64e12, 918e12, 1.75e9, _GOOGLE + "v6e", _VMEM
-    ),
+    "TPU v4": Chip("TPU v4", int(30.75 * _GIB), 1.2e12, 275e12, 1.05e9, _TPU + "v4"),
+    "TPU v5 lite": Chip("TPU v5e", int(15.75 * _GIB), 0.82e12, 197e12, 1.5e9, _TPU + "v5e", _VMEM),
+    "TPU v5": Chip("TPU v5p", int(95.74 * _GIB), 2.77e12, 459e12, 1.75e9, _TPU + "v5p"),
+    "TPU v6 lite": Chip("TPU v6e", int(31.25 * _GIB), 1.64e12, 918e12, 1.75e9, _TPU + "v6e", _VMEM),
     "NVIDIA A100-SXM4-80GB": Chip(
-        "NVIDIA A100", 85_100_068_864, 2.03904e12, 312e12, 1.41e9, _NVIDIA + "a100/"
+        "NVIDIA A100", 85_100_068_864, 2.03904e12, 312e12, 1.41e9, _GPU + "a100/"
     ),
     "NVIDIA H100 80GB HBM3": Chip(
-        "NVIDIA H100", 84_942_979_072, 3.35232e12, 989e12, 1.98e9, _NVIDIA + "h100/"
+        "NVIDIA H100", 84_942_979_072, 3.35232e12, 989e12, 1.98e9, _GPU + "h100/"
     ),
-    "NVIDIA H200": Chip("NVIDIA H200", 151_397_597_184, 4.8e12, 989e12, 1.98e9, _NVIDIA + "h200/"),
+    "NVIDIA H200": Chip("NVIDIA H200", 151_397_597_184, 4.8e12, 989e12, 1.98e9, _GPU + "h200/"),
     "NVIDIA B200": Chip(
-        "NVIDIA B200", 191_514_411_008, 7.67232e12, 2250e12, 1.965e9, _NVIDIA + "dgx-b200/"
+        "NVIDIA B200", 191_514_411_008, 7.67232e12, 2250e12, 1.965e9, _GPU + "dgx-b200/"
     ),
 }
 
 
 def chip_of(device: jax.Device) -> Chip:
     """Returns what is known about a device; what the system reports if it is not in the table."""
-    chip, memory = known_chip(device.device_kind), _reported_memory(device)
+    try:
+        stats = device.memory_stats() or {}
+    except (RuntimeError, NotImplementedError):
+        # Devices that are only compiled for.
+        stats = {}
+    chip, memory = known_chip(device.device_kind), int(stats.get("bytes_limit", 0))
     if chip is None:
         memory = memory or machine_memory()
         return Chip(device.device_kind, memory, 0.0, 0.0, 0.0, "reported by the system")
@@ -118,16 +119,6 @@ def known_chip(kind: str) -> Chip | None:
     # "NVIDIA H200 141GB HBM3e" is an H200.
     starts = [name for name in _CHIPS if kind == name or kind.startswith(f"{name} 1")]
     return _CHIPS[starts[0]] if starts else None
-
-
-def _reported_memory(device: jax.Device) -> int:
-    """Returns the bytes of memory that a device reports, 0 if it reports none."""
-    try:
-        stats = device.memory_stats() or {}
-    except (RuntimeError, NotImplementedError):
-        # Devices that are only compiled for.
-        stats = {}
-    return int(stats.get("bytes_limit", 0))
 
 
 def machine_memory() -> int:

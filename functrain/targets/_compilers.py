@@ -146,8 +146,7 @@ def _chip_of(config: str) -> Chip:
 
 
 def _field(config: str, pattern: str) -> str:
-    match = re.search(pattern, config)
-    field = pattern.partition(":")[0]
-    require(match, "name", f"a target configuration with {field}", config[:80])
-    assert match is not None
-    return match[1]
+    texts: list[str] = re.findall(pattern, config)
+    expected = f"a target configuration with {pattern.partition(':')[0]}"
+    require(texts, "name", expected, config[:80])
+    return texts[0]

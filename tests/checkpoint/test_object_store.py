@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
-from functrain.checkpoint import _files
+from functrain.checkpoint import _object_store
 from functrain.checkpoint._errors import ObjectStoreError
 from tests.checkpoint.storages import STORE, files, telling, whole
 from tests.checkpoint.test_storage import LIKE, saved, state
@@ -108,6 +108,6 @@ def test_pathlib_changes_addresses_which_is_told() -> None:
 
 
 def test_a_missing_library_is_named_at_once(monkeypatch) -> None:
-    monkeypatch.setitem(_files._PACKAGES, "gs", "a_library_that_is_missing")
+    monkeypatch.setitem(_object_store.PACKAGES, "gs", "a_library_that_is_missing")
     with pytest.raises(ImportError, match=r"gs:// need .*pip install 'functrain\[remote\]'"):
         ft.Checkpointer("gs://bucket/run")
