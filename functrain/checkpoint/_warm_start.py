@@ -139,8 +139,8 @@ def warm_start(
         return {pair[0] for pair in pairs if any(_patterns.any_matches(patterns, x) for x in pair)}
 
     skipped = matching(skip_patterns)
-    taken = leaves.keys() - of_training if take_patterns is None else matching(take_patterns)
-    requested = [path for path in leaves if path in taken - skipped]
+    matched = leaves.keys() - of_training if take_patterns is None else matching(take_patterns)
+    requested = [path for path in leaves if path in matched - skipped]
 
     def read(file: str, manifest: Mapping[str, Any] | None = None) -> WarmStart:
         with open_arrays(file, manifest) as arrays:

@@ -137,10 +137,8 @@ class StopAgreement:
 
 def _describe_exits(steps_at_exit: dict[int, int]) -> str:
     exits = [f"process {process} after {steps} steps" for process, steps in steps_at_exit.items()]
-    return (
-        f"{', '.join(exits)}. Do the same in every process: stop a run with event.stop(), and give "
-        "each process the same number of batches."
-    )
+    advice = "Stop a run with event.stop(), and give each process the same number of batches."
+    return f"{', '.join(exits)}. {advice}"
 
 
 def new_stop_agreement() -> StopAgreement | None:

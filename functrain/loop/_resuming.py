@@ -68,10 +68,7 @@ class Resumed:
         if self.stopped:
             end = f"stopped early after {steps}"
             advice = "To train on from an earlier step, use Checkpointer.rollback"
-        return (
-            f"already finished, {end}: {self.directory}. {advice}; to start over, use another "
-            "directory."
-        )
+        return f"already finished, {end}: {self.directory}. {advice}; or use another directory."
 
 
 def resume(

@@ -133,24 +133,6 @@ def test_a_fit_whose_checkpoints_cannot_be_written_ends_with_the_error_and_what_
     assert ft.Checkpointer(tmp_path).steps() == []
 
 
-@pytest.fixture
-def read_only(tmp_path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A directory with a checkpoint in which nobody may write, root neither."""
-    place = tmp_path / "d"
-    place.mkdir()
-    is_root = os.geteuid() == 0
-    if is_root:
-        mount(place, "size=8m")
-    with ft.Checkpointer(place) as checkpoints:
-        checkpoints.save(state_of(1), 1)
-    if is_root:
-        subprocess.run(["mount", "-o", "remount,ro", place], check=True)
-    else:
-        place.chmod(0o555)
-    yield place
-    place.chmod(0o755) if not is_root else subprocess.run(["umount", "-l", place], check=True)
-
-
 def test_a_finished_fit_returns_its_result_where_nothing_can_be_written(tmp_path) -> None:
     def fit(epochs: int) -> ft.FitResult:
         return ft.fit(
@@ -179,15 +161,3 @@ def test_a_finished_fit_returns_its_result_where_nothing_can_be_written(tmp_path
             fit(3)  # this one would write
     finally:
         subprocess.run(["umount", "-l", place], check=True)
-
-
-def test_a_directory_that_is_not_to_be_written_to_is_read_all_the_same(read_only) -> None:
-    checkpoints = ft.Checkpointer(read_only)
-    assert checkpoints.restore(LIKE).position.step == 1
-    assert checkpoints.verify() == {}
-    assert ft.load(read_only / f"{1:012d}", LIKE)["x"].shape == (200_000,)
-    with pytest.raises(OSError, match=r"[Rr]ead-only|[Pp]ermission"):
-        checkpoints.save(state_of(2), 2)
-    with pytest.raises(OSError, match=r"[Rr]ead-only|[Pp]ermission"):
-        ft.save(read_only / "c", state_of(2))
-    assert checkpoints.steps() == [1]

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -64,27 +63,6 @@ def test_a_hook_saves_elsewhere_while_the_checkpointer_writes(tmp_path, repeats:
         assert len(saved) > 4
         for place, expected in saved:
             assert digest(ft.load(place, state)) == expected
-
-
-def test_threads_that_save_load_and_verify_do_not_meet(tmp_path: pathlib.Path) -> None:
-    state = {"w": jnp.arange(600.0), "n": np.int64(3)}
-    ft.save(tmp_path / "one", state)
-
-    def save() -> None:
-        for i in range(4):
-            ft.save(tmp_path / f"{threading.get_ident()}-{i}", state)
-
-    def checkpoint() -> None:
-        with ft.Checkpointer(tmp_path / "run") as checkpoints:
-            for i in range(4):
-                checkpoints.save(state, i, wait=False)
-
-    def load() -> None:
-        for _ in range(8):
-            assert digest(ft.load(tmp_path / "one", state)) == digest(state)
-            assert ft.Checkpointer(tmp_path / "run").verify() == {}
-
-    assert in_threads(save, save, checkpoint, load) == [None] * 4
 
 
 def test_threads_that_save_with_one_checkpointer_take_turns(tmp_path: pathlib.Path) -> None:

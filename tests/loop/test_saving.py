@@ -137,7 +137,7 @@ def test_a_training_that_is_over_says_so_and_returns_what_it_came_to(
     ]
     assert capsys.readouterr().out == (
         f"already finished, after 30 steps: {tmp_path}. To continue, pass more epochs or "
-        "steps; to start over, use another directory.\n"
+        "steps; or use another directory.\n"
     )
     assert digest((again.state, again.history.steps, again.history.epochs)) == digest(
         (first.state, first.history.steps, first.history.epochs)

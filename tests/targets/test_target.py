@@ -27,7 +27,7 @@ OWN_CARD = H100.replace("NVIDIA H100 80GB HBM3", "NVIDIA L4").replace(
 
 
 @pytest.mark.parametrize(
-    "name", ["tpu:v9", "tpu", "tpu:", "cuda:v5e", "cuda:", "vax", "", "TPU:v5e"]
+    "name", ["tpu:v9", "tpu", "tpu:", "tpu:v5e-64", "cuda:v5e", "cuda:", "vax", "", "TPU:v5e"]
 )
 def test_an_unknown_name_lists_those_that_are_known(name: str) -> None:
     with pytest.raises(ValueError, match=r"^name: expected ") as raised:
@@ -35,12 +35,6 @@ def test_an_unknown_name_lists_those_that_are_known(name: str) -> None:
     message = str(raised.value)
     assert known_targets() in message
     assert message.count(f"got '{name.removesuffix(':')}'") == 1
-
-
-@pytest.mark.parametrize("name", ["tpu:v5e-64", "tpu:v5litepod-64"])
-def test_a_slice_named_by_its_size_is_told_to_name_its_topology(name: str) -> None:
-    with pytest.raises(ValueError, match=r"topology: 'tpu:v5e:8x8' has 64 chips"):
-        ft.target(name)
 
 
 @pytest.mark.parametrize(
