@@ -4,8 +4,9 @@ Shapes are in the canonical layout: lhs `[N, *S, C]`, rhs `[*W, I, O]`, result `
 the number of channels that are summed over: C, or C / G with G groups of features.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free
+from functrain.rewrites._rewrite import Rewrite, rewrite
 
 
 def canonical_numbers(ndim: int) -> lax.ConvDimensionNumbers:
@@ -37,6 +39,28 @@ def from_canonical(out: jax.Array, numbers: lax.ConvDimensionNumbers) -> jax.Arr
     batch, feature, *spatial = numbers.out_spec
     target_axes = (batch, *spatial, feature)
     return lax.transpose(out, list(map(target_axes.index, range(out.ndim))))
+
+
+def canonical_rewrite(
+    applies: Callable[[JaxprEqn], bool], reason: str, **options: Any
+) -> Callable[[Callable[..., jax.Array]], Rewrite]:
+    """Returns a decorator like `rewrite`, for a function of operands in the canonical layout.
+
+    The function returns a canonical result, which may have a wider dtype than the convolution.
+    """
+
+    def make(fn: Callable[..., jax.Array]) -> Rewrite:
+        @functools.wraps(fn)
+        def replace(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
+            numbers = params["dimension_numbers"]
+            out = fn(*to_canonical(lhs, rhs, numbers), **params)
+            dtype = params["preferred_element_type"] or lhs.dtype
+            return from_canonical(lax.convert_element_type(out, dtype), numbers)
+
+        conv_p = primitives.conv_general_dilated_p
+        return rewrite(conv_p, applies, reason, **options)(replace)
+
+    return make
 
 
 def split_axis(x: jax.Array, axis: int, count: int) -> jax.Array:

@@ -18,17 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, primitives
+from jax.extend.core import JaxprEqn
 
-from functrain.rewrites._conv import (
-    canonical_numbers,
-    conv,
-    from_canonical,
-    split_axis,
-    to_canonical,
-)
+from functrain.rewrites._conv import canonical_numbers, canonical_rewrite, conv, split_axis
 from functrain.rewrites._equations import are_floats, avals, is_sharded, is_sharding_free, ndim
-from functrain.rewrites._rewrite import rewrite
 
 
 def _applies(eqn: JaxprEqn) -> bool:
@@ -46,16 +39,10 @@ def _is_exact(eqn: JaxprEqn) -> bool:
     return are_floats(*avals(eqn)) and len({aval.dtype for aval in avals(eqn)}) == 1
 
 
-@rewrite(
-    primitives.conv_general_dilated_p,
-    _applies,
-    "the layout of XLA's fast kernels, in loops too",
-    is_exact=_is_exact,
-)
+@canonical_rewrite(_applies, "the layout of XLA's fast kernels, in loops too", is_exact=_is_exact)
 def canonical_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Transposes both operands to the canonical layout, and the result back."""
-    numbers = params["dimension_numbers"]
-    return from_canonical(conv(*to_canonical(lhs, rhs, numbers), **params), numbers)
+    """Convolves in the canonical layout."""
+    return conv(lhs, rhs, **params)
 
 
 def _has_groups_of_floats(eqn: JaxprEqn) -> bool:
@@ -70,18 +57,16 @@ def _has_groups_of_floats(eqn: JaxprEqn) -> bool:
     )
 
 
-@rewrite(
-    primitives.conv_general_dilated_p,
+@canonical_rewrite(
     _has_groups_of_floats,
     "the convolution that XLA derives, in the layout of its fast kernels",
     is_exact=lambda eqn: True,
 )
 def batch_groups(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Makes the groups an axis of the image, as XLA does."""
-    count, numbers = params["batch_group_count"], params["dimension_numbers"]
-    lhs, rhs = to_canonical(lhs, rhs, numbers)
+    count = params["batch_group_count"]
     if len(lhs) == rhs.shape[-1] == count:
-        return from_canonical(_select_diagonal(conv(lhs, rhs, **params)), numbers)
+        return _select_diagonal(conv(lhs, rhs, **params))
     # The groups are the last spatial axis: `[N / G, *S, G, C]` and `[*W, G, C, O / G]`.
     lhs = jnp.moveaxis(split_axis(lhs, 0, count), 0, -2)
     rhs = jnp.moveaxis(split_axis(rhs, rhs.ndim - 1, count), -2, -3)
@@ -91,7 +76,7 @@ def batch_groups(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     params |= {name: (*params[name], value) for name, value in group_axis.items()}
     params["padding"] = (*params["padding"], (0, 0))
     out = conv(lhs, rhs, **params)  # [N / G, *S', G, O / G]
-    return from_canonical(lax.collapse(out, out.ndim - 2), numbers)
+    return lax.collapse(out, out.ndim - 2)
 
 
 def _select_diagonal(out: jax.Array) -> jax.Array:

@@ -26,10 +26,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, primitives
+from jax.extend.core import JaxprEqn
 
-from functrain.rewrites._conv import conv, from_canonical, to_canonical, ungrouped_sizes
-from functrain.rewrites._rewrite import rewrite
+from functrain.rewrites._conv import canonical_rewrite, conv, ungrouped_sizes
 
 _MAX_FEATURES = 4
 # The second convolution costs more than it saves for fewer products.
@@ -49,16 +48,11 @@ def _applies(eqn: JaxprEqn) -> bool:
     return is_plain and is_narrow and fits and sizes.products >= _MIN_PRODUCTS
 
 
-@rewrite(
-    primitives.conv_general_dilated_p,
-    _applies,
-    "the matrix unit computes many output features at once",
-    platforms=("tpu",),
+@canonical_rewrite(
+    _applies, "the matrix unit computes many output features at once", platforms=("tpu",)
 )
 def few_features(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Convolves along the second axis first, with a result for each row of the kernel."""
-    numbers = params["dimension_numbers"]
-    lhs, rhs = to_canonical(lhs, rhs, numbers)
     rows, columns, channels, features = rhs.shape
     row_padding, column_padding = params["padding"]
     by_row = rhs.transpose(1, 2, 0, 3).reshape(1, columns, channels, rows * features)
@@ -66,5 +60,4 @@ def few_features(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     # At its row r, the selection takes those features that row r of the kernel has made.
     selection = jnp.eye(rows * features, dtype=sums.dtype).reshape(rows, features, 1, -1)
     selection = selection.transpose(0, 2, 3, 1)
-    out = conv(sums, selection, **{**params, "padding": (row_padding, (0, 0))})
-    return from_canonical(out, numbers)
+    return conv(sums, selection, **{**params, "padding": (row_padding, (0, 0))})

@@ -43,21 +43,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, primitives
+from jax.extend.core import JaxprEqn
 
 from functrain.rewrites._conv import (
     Sizes,
+    canonical_rewrite,
     conv_positions,
-    from_canonical,
     is_weight_gradient,
     output_sizes,
     pad_spatial,
     strided_window,
-    to_canonical,
     ungrouped_sizes,
 )
 from functrain.rewrites._equations import is_sharded
-from functrain.rewrites._rewrite import rewrite
 
 # Each tap is a slice in the program.
 MAX_TAPS = 64
@@ -99,19 +97,14 @@ def _avoids_transpose(sizes: Sizes, params: dict[str, Any]) -> bool:
     return bool(out_axis < in_axis) and math.prod(sizes.image) <= math.prod(sizes.positions)
 
 
-@rewrite(
-    primitives.conv_general_dilated_p,
-    _applies,
-    "one matrix product for all taps is faster than XLA's kernel",
-)
+@canonical_rewrite(_applies, "one matrix product for all taps is faster than XLA's kernel")
 def patch_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Multiplies the views of all taps, or shifts the products of all taps."""
-    numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
-    image, kernel = to_canonical(lhs, rhs, numbers)
-    *window, channels, features = kernel.shape
-    pixels = image.shape[1:-1]
+    dtype = params["preferred_element_type"] or lhs.dtype
+    *window, channels, features = rhs.shape
+    pixels = lhs.shape[1:-1]
     positions = tuple(conv_positions(pixels, window, params))
-    sizes = Sizes(len(image), pixels, channels, tuple(window), features, positions)
+    sizes = Sizes(len(lhs), pixels, channels, tuple(window), features, positions)
     # Benchmarks also replace convolutions to which the rewrite does not apply, by patches.
     method = _method(sizes, params) or _product_of_patches
     product = functools.partial(
@@ -119,8 +112,7 @@ def patch_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
         precision=params["precision"],
         preferred_element_type=jnp.promote_types(dtype, jnp.float32),
     )
-    out = lax.convert_element_type(method(product, image, kernel, params), dtype)
-    return from_canonical(out, numbers)
+    return method(product, lhs, rhs, params)
 
 
 def _product_of_patches(product: Any, x: jax.Array, kernel: jax.Array, params: Any) -> jax.Array:

@@ -28,18 +28,16 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import JaxprEqn, primitives
+from jax.extend.core import JaxprEqn
 
 from functrain.rewrites._conv import (
+    canonical_rewrite,
     conv,
     conv_positions,
     crop,
     dilated_size,
-    from_canonical,
-    to_canonical,
     ungrouped_sizes,
 )
-from functrain.rewrites._rewrite import rewrite
 
 
 def _applies(eqn: JaxprEqn) -> bool:
@@ -51,11 +49,8 @@ def _applies(eqn: JaxprEqn) -> bool:
     )
 
 
-@rewrite(
-    primitives.conv_general_dilated_p,
-    _applies,
-    "holes in the kernel cost less than holes in the image",
-    platforms=("cpu", "tpu"),
+@canonical_rewrite(
+    _applies, "holes in the kernel cost less than holes in the image", platforms=("cpu", "tpu")
 )
 def swapped_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Swaps image and kernel.
@@ -64,8 +59,6 @@ def swapped_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     With p' counted from the end, that is ``low' + w rhs_dilation = p' stride + i lhs_dilation``:
     the kernel is the image, and the image is the kernel.
     """
-    numbers = params["dimension_numbers"]
-    lhs, rhs = to_canonical(lhs, rhs, numbers)
     names = ("padding", "window_strides", "lhs_dilation", "rhs_dilation")
     spatial, window = lhs.shape[1:-1], rhs.shape[:-2]
     sizes = (spatial, window, conv_positions(spatial, window, params))
@@ -73,11 +66,8 @@ def swapped_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     for pixels, taps, positions, (low, _), stride, lhs_dilation, rhs_dilation in zip(
         *sizes, *map(params.__getitem__, names), strict=True
     ):
-        image = dilated_size(pixels, lhs_dilation)
-        kernel = dilated_size(taps, rhs_dilation)
-        last_position = (positions - 1) * stride
-        swapped_low = last_position - low
-        padding.append((swapped_low, last_position + image - kernel - swapped_low))
+        excess = dilated_size(pixels, lhs_dilation) - dilated_size(taps, rhs_dilation)
+        padding.append(((positions - 1) * stride - low, excess + low))
     params |= {
         "padding": tuple(padding),
         "lhs_dilation": params["rhs_dilation"],
@@ -90,4 +80,4 @@ def swapped_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     images, params = crop(images, range(1, last), params)
     out = conv(images, kernels, **params)  # [O, *S', N], positions from the end
     out = lax.rev(out, tuple(range(1, last)))
-    return from_canonical(lax.transpose(out, (last, *range(1, last), 0)), numbers)
+    return lax.transpose(out, (last, *range(1, last), 0))

@@ -24,17 +24,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, primitives
+from jax.extend.core import JaxprEqn
 
 from functrain.rewrites._conv import (
+    canonical_rewrite,
     conv,
     dilated_size,
-    from_canonical,
     output_sizes,
-    to_canonical,
+    pad_spatial,
     ungrouped_sizes,
 )
-from functrain.rewrites._rewrite import rewrite
 
 # Each is a convolution in the program.
 MAX_CONVOLUTIONS = 8
@@ -53,20 +52,16 @@ def _applies(eqn: JaxprEqn) -> bool:
     )
 
 
-@rewrite(
-    primitives.conv_general_dilated_p, _applies, "2-D convolutions, summed, beat XLA's 3-D kernel"
-)
+@canonical_rewrite(_applies, "2-D convolutions, summed, beat XLA's 3-D kernel")
 def volume_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
     """Sums 2-D convolutions of planes, or makes one for each position."""
-    numbers, dtype = params["dimension_numbers"], params["preferred_element_type"] or lhs.dtype
-    lhs, rhs = to_canonical(lhs, rhs, numbers)
+    dtype = params["preferred_element_type"] or lhs.dtype
     # The first spatial axis is padded and strided here, the other two by the 2-D convolutions.
-    (low, high), stride, lhs_dilation, rhs_dilation = (params[name][0] for name in _PARAMS_BY_AXIS)
+    ends, stride, lhs_dilation, rhs_dilation = (params[name][0] for name in _PARAMS_BY_AXIS)
     params_2d = params | {name: params[name][1:] for name in _PARAMS_BY_AXIS}
     # The results are summed, so they are rounded only after that.
     params_2d |= {"preferred_element_type": jnp.promote_types(dtype, jnp.float32)}
-    pads = [(0, 0, 0), (low, high, lhs_dilation - 1), *[(0, 0, 0)] * (lhs.ndim - 2)]
-    lhs = lax.pad(lhs, jnp.zeros((), lhs.dtype), pads)
+    lhs = pad_spatial(lhs, [ends, (0, 0), (0, 0)], [lhs_dilation, 1, 1])
     taps = rhs.shape[0]
     (positions,) = output_sizes([lhs.shape[1]], [taps], [stride], [rhs_dilation])
 
@@ -79,17 +74,11 @@ def volume_conv(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
             planes = slice_planes(tap * rhs_dilation, positions, stride)
             terms.append(conv(lax.collapse(planes, 0, 2), rhs[tap], **params_2d))
         out = functools.reduce(lax.add, terms)  # [N P, *S', O]
-        out = out.reshape(-1, positions, *out.shape[1:])
-    else:
-        kernel = lax.collapse(jnp.moveaxis(rhs, 0, -3), rhs.ndim - 3, rhs.ndim - 1)  # [*W, T C, O]
-        results = []
-        for position in range(positions):
-            planes = slice_planes(position * stride, taps, rhs_dilation)
-            results.append(conv(_planes_as_channels(planes), kernel, **params_2d))
-        out = jnp.stack(results, axis=1)
-    return from_canonical(lax.convert_element_type(out, dtype), numbers)
-
-
-def _planes_as_channels(planes: jax.Array) -> jax.Array:
-    """Transposes `[N, T, *S, C]` to `[N, *S, T C]`."""
-    return lax.collapse(jnp.moveaxis(planes, 1, -2), planes.ndim - 2)
+        return out.reshape(-1, positions, *out.shape[1:])
+    kernel = lax.collapse(jnp.moveaxis(rhs, 0, -3), rhs.ndim - 3, rhs.ndim - 1)  # [*W, T C, O]
+    results = []
+    for position in range(positions):
+        planes = slice_planes(position * stride, taps, rhs_dilation)  # [N, T, *S, C]
+        images = lax.collapse(jnp.moveaxis(planes, 1, -2), planes.ndim - 2)  # [N, *S, T C]
+        results.append(conv(images, kernel, **params_2d))
+    return jnp.stack(results, axis=1)
