@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import jax
@@ -10,9 +9,8 @@ import numpy as np
 
 from functrain.common import _direction, _tree
 from functrain.common._checks import is_number, require
-from functrain.engine._trigger import Trigger
-from functrain.hooks._hook import triggers_of
-from functrain.loop._events import EpochEnd, Event, RunEnd
+from functrain.common._warnings import warn
+from functrain.loop._events import Event, RunEnd
 
 
 def require_not_negative(**numbers: Any) -> None:
@@ -52,8 +50,11 @@ class EarlyStopping:
       resume_key: The name of the value; see `functrain.hooks.Hook`.
 
     Raises:
-      ValueError: An argument is out of range, or the name does not imply a direction; or (at the
-        end of an epoch) no value has that name, and each hook before this one has been due once.
+      ValueError: An argument is out of range, or the name does not imply a direction.
+
+    Warns:
+      UserWarning: No value had that name until the end of the run. `fit` refuses such a name before
+        the first step, unless a hook is a function, which may add any value.
 
     Examples:
       >>> from functrain import Position
@@ -94,7 +95,6 @@ class EarlyStopping:
         self._sign = _direction.sign(self.monitor, self.mode)
         self.mode = "min" if self._sign > 0 else "max"
         self.resume_key = self.monitor
-        self._pending_triggers: list[Trigger] = []
         self._is_restored = False
         self._reset()
 
@@ -125,10 +125,6 @@ class EarlyStopping:
             self._reset()
         self._is_restored = False
 
-    def set_earlier_hooks(self, hooks: Iterable[Any]) -> None:
-        """Stores the triggers of the hooks before this one: each may add the value when due."""
-        self._pending_triggers = triggers_of(hooks)
-
     def state(self) -> dict[str, Any]:
         """Returns the best value and its step, the failures since, and the best state's leaves."""
         return {
@@ -155,22 +151,30 @@ class EarlyStopping:
 
     def __call__(self, event: Event, /) -> None:
         """Compares the value with the best one, if the event has it."""
-        if isinstance(event, RunEnd):
-            if self._best_leaves:
-                event.state = self._best_state(event.state)
-        elif self.monitor in event.values:
+        if self.monitor in event.values:
             self._has_seen_value = True
             if event.epoch >= self.start_from_epoch:
                 self._compare(event, event.values[self.monitor])
-        elif not self._has_seen_value:
-            self._handle_missing_value(event)
+        elif isinstance(event, RunEnd):
+            if self._best_leaves:
+                event.state = self._best_state(event.state)
+            if not self._has_seen_value and not event.was_stopped:
+                warn(
+                    f"{type(self).__name__}: expected a value {self.monitor!r}, got none in this "
+                    "run. Put the evaluation or the hook that adds it before this hook."
+                )
 
     def _compare(self, event: Event, value: Any) -> None:
         require(is_number(value), self.monitor, "a number", value, error=TypeError)
-        self._update(event, np.asarray(float(value)), np.asarray(True))
+        if not self._update(event, np.asarray(float(value)), np.asarray(True)).any():
+            self._handle_plateau(event)
+
+    def _handle_plateau(self, event: Event) -> None:
+        """Ends the run, as the value has not improved for `patience` values."""
+        event.stop()
 
     def _update(self, event: Event, values: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Compares new values with the best ones; stops the run if no member continues.
+        """Compares new values with the best ones.
 
         Args:
           event: The event.
@@ -198,8 +202,6 @@ class EarlyStopping:
         # As in Keras, a run does not stop at its best value, even if that is below the baseline.
         is_patient = self._failures < max(1, self.patience)
         continues: np.ndarray = active & (is_patient | is_improvement)
-        if not continues.any():
-            event.stop()
         return continues
 
     def _is_better(self, values: np.ndarray, reference: Any) -> Any:
@@ -225,13 +227,3 @@ class EarlyStopping:
             best if isinstance(best, jax.Array) else _tree.device_put_like(best, leaf)
             for best, leaf in zip(self._best_leaves, leaves, strict=False)
         ]
-
-    def _handle_missing_value(self, event: Event) -> None:
-        """Raises ValueError at the end of an epoch if no hook can still add the value."""
-        epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        # No time has passed, so that a trigger in seconds stays pending: it may be due later.
-        pending = [x for x in self._pending_triggers if not x.due(event.step, epochs, 0.0)]
-        self._pending_triggers = pending
-        names = f"one of {sorted(event.values)}"
-        advice = "Put the evaluation or the hook that adds it, with its trigger, before this hook."
-        require(pending or epochs is None, "monitor", names, self.monitor, advice)

@@ -188,10 +188,6 @@ class HookRunner:
                 if hasattr(hook, "close"):
                     closing.callback(hook.close)
             for hook in hooks:
-                # `EarlyStopping` has this method: its value may come from a hook before it.
-                if hasattr(hook, "set_earlier_hooks"):
-                    i = [without_schedule(x) for x in self._called_hooks].index(hook)
-                    hook.set_earlier_hooks(self._called_hooks[:i])
                 if hasattr(hook, "begin"):
                     hook.begin()
             yield

@@ -1,5 +1,6 @@
 """Lowers the learning rate when a monitored value no longer improves."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -39,8 +40,10 @@ class ReduceLROnPlateau(EarlyStopping):
 
     Raises:
       ValueError: An argument is out of range, or the name does not imply a direction; (before the
-        first step) the state has no injected learning rate, or one that follows a schedule; or (at
-        the end of an epoch) no value has that name.
+        first step) the state has no injected learning rate, or one that follows a schedule.
+
+    Warns:
+      UserWarning: As `EarlyStopping`.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, optax
@@ -103,23 +106,17 @@ class ReduceLROnPlateau(EarlyStopping):
         require(_rate_paths(state), "ReduceLROnPlateau", expected, "none", advice)
 
     def _compare(self, event: Event, value: Any) -> None:
-        require(is_number(value), self.monitor, "a number", value, error=TypeError)
-        new = np.asarray(float(value))
-        is_first = self._failures < 0
+        self._cooldown_left = max(0, self._cooldown_left - 1)
+        super()._compare(event, value)
         if self._cooldown_left:
-            self._cooldown_left -= 1
             self._failures = np.asarray(0)
-        if is_first or self._is_better(new, self._best):
-            # Any number is better than a first value of NaN.
-            if not np.isnan(new):
-                self._best, self._best_step = new, np.asarray(event.step)
+
+    def _handle_plateau(self, event: Event) -> None:
+        """Lowers the rates, unless those of a reduction before are still new."""
+        if not self._cooldown_left:
+            self._reduce(event)
+            self._cooldown_left = int(self.cooldown)
             self._failures = np.asarray(0)
-        elif not self._cooldown_left:
-            self._failures = self._failures + 1
-            if self._failures >= self.patience:
-                self._reduce(event)
-                self._cooldown_left = int(self.cooldown)
-                self._failures = np.asarray(0)
 
     def _reduce(self, event: Event) -> None:
         """Lowers the rates in the state of an event that are above `min_lr`."""
@@ -137,11 +134,12 @@ class ReduceLROnPlateau(EarlyStopping):
 def _rate_paths(state: PyTree) -> list[str]:
     """Returns the paths of the learning rates in a state that can be set."""
     paths = [path for path, _ in _tree.leaves_with_path(state)]
-    rates = [x for x in paths if x.endswith(("hyperparams/learning_rate", "scalars/learning_rate"))]
-    # `optax.inject_hyperparams` keeps the state of a schedule beside the rate that it sets.
-    schedules = tuple(
-        path.rpartition("hyperparams_states/learning_rate")[0] + "hyperparams/"
-        for path in paths
-        if "hyperparams_states/learning_rate" in path
-    )
-    return [path for path in rates if not path.startswith(schedules)]
+    ends = "hyperparams/learning_rate", "scalars/learning_rate"
+    return [x for x in paths if x.endswith(ends) and not is_scheduled(x, paths)]
+
+
+def is_scheduled(path: str, paths: Iterable[str]) -> bool:
+    """Returns True if a schedule sets the hyperparameter at one of the paths of a state."""
+    # `optax.inject_hyperparams` keeps the state of a schedule beside the number that it sets.
+    parent, _, name = path.rpartition("hyperparams/")
+    return any(x.startswith(f"{parent}hyperparams_states/{name}/") for x in paths)

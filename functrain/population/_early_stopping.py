@@ -85,6 +85,8 @@ class EarlyStopping(_EarlyStopping):
         if (still_active != active).any():
             mask = _tree.device_put_like(still_active, event.state.active)
             event.state = event.state.replace(active=mask)
+        if not still_active.any():
+            event.stop()
 
     def _keep(self, state: Any, is_better: np.ndarray) -> None:
         leaves = jax.tree.leaves(state.states)

@@ -10,6 +10,7 @@ import numpy as np
 
 from functrain.common import _patterns, _tree
 from functrain.common._checks import require, require_no_problems
+from functrain.hooks._reduce_lr_on_plateau import is_scheduled
 from functrain.population._state import PopulationState, require_population
 
 # The attribute of optax.inject_hyperparams' state that holds the hyperparameters.
@@ -110,24 +111,14 @@ def _paths_of(name: str, paths: list[str]) -> list[str]:
         f"leaves are named by their path, such as {', '.join(candidates)}."
     )
     require(matches, "hyperparameters", "the name of a leaf of the state", name, advice)
-    for path in matches:
-        _require_not_scheduled(path, paths)
+    scheduled = [path for path in matches if _is_injected(path) and is_scheduled(path, paths)]
+    advice = (
+        "A schedule would overwrite it at the next step. Inject its factor: optax.inject_hyperparams"
+        "(lambda peak: optax.adam(lambda count: peak * schedule(count)))(peak=1e-3)."
+    )
+    expected = f"the name of a number for {name!r}"
+    require_no_problems("hyperparameters", scheduled, expected, advice)
     return matches
-
-
-def _require_not_scheduled(path: str, paths: list[str]) -> None:
-    """Raises ValueError if a schedule would overwrite the leaf at the next step."""
-    if not _is_injected(path):
-        return
-    # optax.inject_hyperparams keeps the state of a schedule beside the number that it sets.
-    parent = path.split("/")[:-2]
-    schedule_path = "/".join([*parent, f"{_INJECTED}_states", _name(path)])
-    if any(other.startswith(f"{schedule_path}/") for other in paths):
-        raise ValueError(
-            f"hyperparameters: expected a number at {path}, got a schedule, which would overwrite "
-            "it. Inject its factor: optax.inject_hyperparams(lambda peak: optax.adam(lambda count: "
-            "peak * schedule(count)))(peak=1e-3)."
-        )
 
 
 def _new_leaf(name: str, values: Any, leaf: jax.Array) -> jax.Array:

@@ -108,8 +108,6 @@ def test_a_value_of_an_ignored_epoch_need_not_come_again() -> None:
 
     hook = EarlyStopping("score", mode="min", start_from_epoch=2)
     assert len(fit(at_first, hook, epochs=4).history.epochs["loss"]) == 4
-    with pytest.raises(ValueError, match="monitor: expected one of"):
-        fit(EarlyStopping("score", mode="min", start_from_epoch=2), epochs=4)
 
 
 def test_a_first_value_of_nan_is_improved_by_any_number() -> None:
@@ -128,34 +126,16 @@ def test_a_name_that_does_not_tell_is_refused(name) -> None:
     EarlyStopping(name, mode="max")
 
 
-def stopping_before(*hooks, **how):
-    hook = EarlyStopping("val_loss", **how)
-    hook.set_earlier_hooks(hooks)
-    return *hooks, hook
-
-
 def test_a_value_of_every_other_epoch_is_waited_for() -> None:
-    evaluating, stopping = stopping_before(Evaluate(EVAL, LOADER, every=ft.every(epochs=2)))
-    _, history = fit(evaluating, stopping, epochs=4)
+    stopping = EarlyStopping("val_loss")
+    _, history = fit(Evaluate(EVAL, LOADER, every=ft.every(epochs=2)), stopping, epochs=4)
     assert np.isfinite(history.epochs["val_loss"]).tolist() == [False, True, False, True]
     assert stopping.best == history.epochs["val_loss"][3]
 
 
-def test_a_value_that_nobody_is_left_to_provide_is_refused_at_that_epoch() -> None:
-    @ft.every(epochs=2)
-    def other(event):
-        event.values["val_other"] = 1.0
-
-    @ft.at(25)
-    def once(event):
-        pass
-
-    seen = []
-    hooks = stopping_before(other, once)
-    message = r"monitor: expected one of .*'val_other'\], got 'val_loss'"
-    with pytest.raises(ValueError, match=message):
-        fit(*hooks, lambda event: seen.append(event.epoch), epochs=4)
-    assert max(seen) == 1
+def test_a_value_that_no_hook_has_added_is_named_at_the_end() -> None:
+    with pytest.warns(UserWarning, match="EarlyStopping: expected a value 'val_loss'"):
+        fit(Scripted(1.0, 2.0, 3.0), EarlyStopping("val_loss"))
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 4])
