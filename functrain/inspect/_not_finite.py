@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import os
-import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -12,6 +11,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 from functrain.common import _tree
+from functrain.rewrites._equations import library_folders
 
 
 class OutOfRange(NamedTuple):
@@ -155,11 +155,7 @@ def source_location(eqn: core.JaxprEqn) -> str:
     frames = source_info_util.summarize(eqn.source_info, num_frames=_MAX_DEPTH).splitlines()[::-1]
     # The innermost frame comes first. Beyond explain_nan are the frames of its caller.
     frames = list(itertools.takewhile(lambda frame: not frame.startswith(_EXPLAIN_NAN), frames))
-    libraries: list[str] = []
-    for name in _LIBRARIES:
-        for folder in getattr(sys.modules.get(name), "__path__", ()):
-            libraries.append(f"{folder}/")
-    user_frames = [frame for frame in frames if not frame.startswith(tuple(libraries))]
+    user_frames = [frame for frame in frames if not frame.startswith(library_folders())]
     # A dict, so that a line that is both of them is shown once.
     lines = dict.fromkeys([*user_frames[:1], *frames[:1]])
     source = ", in ".join(frame.rpartition("/")[2] for frame in lines)
@@ -169,4 +165,3 @@ def source_location(eqn: core.JaxprEqn) -> str:
 # The most frames of the call stack that are read. A step of a deep model has some tens.
 _MAX_DEPTH = 200
 _EXPLAIN_NAN = os.path.join(os.path.dirname(__file__), "_explain_nan.py")
-_LIBRARIES = ("bridge", "flax", "functrain", "keras", "optax")

@@ -185,8 +185,8 @@ class CheckedJit:
         if is_disabled or _is_transformed(leaves) or platform_of(leaves) != "cpu":
             return self._transformed
         signature = structure, tuple(map(_leaf_signature, leaves))
-        choice = None if again else self._choices.get(signature)
-        if choice is None:
+        choice = self._choices.get(signature)
+        if choice is None or again:
             # If the check is interrupted, an earlier one in another context must not count.
             self._choices.pop(signature, None)
             choice = self._choices[signature] = self._check(signature, args)

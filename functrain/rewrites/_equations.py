@@ -3,11 +3,11 @@
 import collections
 import math
 import os
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
@@ -15,12 +15,6 @@ from jax.extend.core import primitives
 from jax.sharding import AxisType
 
 from functrain.common import _tree
-
-# The folders of libraries whose lines do not help a user.
-_LIBRARIES = tuple(
-    os.path.dirname(path) + os.sep
-    for path in (jax.__file__, flax.__file__, os.path.dirname(os.path.dirname(__file__)) + os.sep)
-)
 
 # The jaxprs of these primitives are called as functions, so an equal function may replace them.
 # Other primitives may use their jaxprs in any way; those jaxprs stay unchanged.
@@ -102,13 +96,19 @@ def describe_location(eqn: core.JaxprEqn) -> str:
     return "  ".join(filter(None, [str(eqn.source_info.name_stack), line]))
 
 
+def library_folders() -> tuple[str, ...]:
+    """Returns the folders of libraries whose lines do not help a user."""
+    names = "bridge", "flax", "functrain", "jax", "keras", "optax"
+    modules = filter(None, map(sys.modules.get, names))
+    return tuple(f"{folder}{os.sep}" for module in modules for folder in module.__path__)
+
+
 def describe_user_line(eqn: core.JaxprEqn) -> str:
-    """Returns the layer an equation came from, and the source line outside of jax and flax."""
+    """Returns the layer an equation came from, and the source line outside of libraries."""
     traceback = eqn.source_info.traceback
     frames: list[Any] = [] if traceback is None else traceback.frames
-    lines = [
-        f"{x.file_name}:{x.line_num}" for x in frames if not x.file_name.startswith(_LIBRARIES)
-    ]
+    folders = library_folders()
+    lines = [f"{x.file_name}:{x.line_num}" for x in frames if not x.file_name.startswith(folders)]
     return " at ".join(filter(None, [str(eqn.source_info.name_stack), *lines[:1]]))
 
 

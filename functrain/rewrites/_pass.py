@@ -1,22 +1,17 @@
 """The pass that applies rewrites to a jaxpr."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.rewrites._equations import avals, is_apart, is_entered, substitute
-from functrain.rewrites._rewrite import (
-    Rewrite,
-    rewrite_scope,
-    select_rewrite,
-)
+from functrain.rewrites._rewrite import Rewrite, rewrite_scope, select_rewrite
 from functrain.rewrites._rounding import find_inexact, is_float32_conversion
 
 # The calls that may be inlined, and the parameter that holds the called jaxpr.
@@ -28,12 +23,13 @@ _INLINED = {
 
 
 # Operations on two arrays, one of which may have axes of length one where the other has not.
-_BROADCASTING = frozenset(
-    (
-        *("add", "add_any", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne"),
-        *("pow", "rem", "sub"),
-    )
-)
+_BROADCASTING = {
+    *("add", "add_any", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne"),
+    *("pow", "rem", "sub"),
+}
+
+# The equations that replace one, and its new outputs; None to keep it.
+_Replaced: TypeAlias = tuple[list[JaxprEqn], list[Any]] | None
 
 
 def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact_only: bool = False) -> Any:
@@ -95,7 +91,7 @@ class _Pass:
         # gets its id.
         self._rewritten: dict[tuple[int, bool], tuple[Any, Any]] = {}
         # The last equation of a replacement by the id of its output, if it is a transpose.
-        self._final_transposes: dict[int, core.JaxprEqn] = {}
+        self._final_transposes: dict[int, JaxprEqn] = {}
         self._replacements: dict[Any, Callable[..., list[Any]]] = {}
 
     def rewrite(self, jaxpr: Any) -> Any:
@@ -113,7 +109,7 @@ class _Pass:
         inexact = find_inexact(jaxpr, is_apart=self._is_apart) if self._exact_only else set()
         # Maps the outputs of replaced equations to those of their replacements.
         substitutions: dict[Any, Any] = {}
-        eqns: list[core.JaxprEqn] = []
+        eqns: list[JaxprEqn] = []
         for eqn in jaxpr.eqns:
             new = eqn
             if substitutions:
@@ -132,13 +128,9 @@ class _Pass:
         return jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
 
     def _replace(
-        self,
-        eqn: core.JaxprEqn,
-        new: core.JaxprEqn,
-        jaxpr: core.Jaxpr,
-        substitutions: dict[Any, Any],
-    ) -> tuple[list[core.JaxprEqn], list[Any]] | None:
-        """Returns the equations that replace one, and its new outputs; None to keep it.
+        self, eqn: JaxprEqn, new: JaxprEqn, jaxpr: core.Jaxpr, substitutions: dict[Any, Any]
+    ) -> _Replaced:
+        """Returns what replaces an equation.
 
         Args:
           eqn: The equation of the jaxpr.
@@ -162,11 +154,7 @@ class _Pass:
         return eqns, outs
 
     def _trace(
-        self,
-        rewrite: Rewrite,
-        fn: Callable[..., Any],
-        eqn: core.JaxprEqn,
-        inputs: Sequence[Any],
+        self, rewrite: Rewrite, fn: Callable[..., Any], eqn: JaxprEqn, inputs: Sequence[Any]
     ) -> Callable[..., list[Any]]:
         """Returns what replaces an equation, after the rewrites behind this one have seen it."""
         # Tracing a replacement again takes less time than making it, so layers of the same shape
@@ -175,13 +163,14 @@ class _Pass:
         if rewrite.replace and key in self._replacements:
             return self._replacements[key]
         later = self._rewrites[self._rewrites.index(rewrite) + 1 :]
-        with _context(eqn):
+        # The jax settings that the equation was traced under, such as the mesh.
+        with eqn.ctx.manager:
             closed = rewrite_jaxpr(_trace_replacement(fn, eqn, inputs), later, self._exact_only)
         run: Callable[..., list[Any]] = core.jaxpr_as_fun(closed)
         self._replacements[key] = run
         return run
 
-    def _rewrite_inside(self, eqn: core.JaxprEqn) -> core.JaxprEqn:
+    def _rewrite_inside(self, eqn: JaxprEqn) -> JaxprEqn:
         """Returns the equation with the jaxprs inside it rewritten, or the same one."""
         if not is_entered(eqn):
             return eqn
@@ -196,7 +185,7 @@ class _Pass:
         self._is_apart = was_apart
         if _are_same(new_leaves, leaves):
             return eqn
-        new: core.JaxprEqn = eqn.replace(params=jax.tree.unflatten(structure, new_leaves))
+        new: JaxprEqn = eqn.replace(params=jax.tree.unflatten(structure, new_leaves))
         return new
 
 
@@ -204,12 +193,8 @@ class _Inliner(_Pass):
     """The pass of `inline_calls`."""
 
     def _replace(
-        self,
-        eqn: core.JaxprEqn,
-        new: core.JaxprEqn,
-        jaxpr: core.Jaxpr,
-        substitutions: dict[Any, Any],
-    ) -> tuple[list[core.JaxprEqn], list[Any]] | None:
+        self, eqn: JaxprEqn, new: JaxprEqn, jaxpr: core.Jaxpr, substitutions: dict[Any, Any]
+    ) -> _Replaced:
         if eqn.primitive in _INLINED and not _has_shardings(eqn.params):
             called = self.rewrite(eqn.params[_INLINED[eqn.primitive]])
             return inline(core.jaxpr_as_fun(called), new, new.invars)
@@ -224,7 +209,7 @@ def _has_shardings(params: dict[str, Any]) -> bool:
     return any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
 
 
-def _broadcast_apart(eqn: core.JaxprEqn, *inputs: jax.Array) -> list[jax.Array]:
+def _broadcast_apart(eqn: JaxprEqn, *inputs: jax.Array) -> list[jax.Array]:
     result: Any = eqn.outvars[0].aval
     # Scalars stay, since they are broadcast by every operation.
     arrays = [x if x.ndim == 0 else jnp.broadcast_to(x, result.shape) for x in inputs]
@@ -236,7 +221,7 @@ def _are_same(new: Sequence[Any], old: Sequence[Any]) -> bool:
     return all(a is b for a, b in zip(new, old, strict=True))
 
 
-def _call_inside(eqn: core.JaxprEqn, work: Callable[[], list[Any]]) -> list[Any]:
+def _call_inside(eqn: JaxprEqn, work: Callable[[], list[Any]]) -> list[Any]:
     """Returns ``work()``, called in a context in which the body of the equation can be traced.
 
     Inside shard_map, a type contains the mesh axes over which the value varies. Such types exist
@@ -254,7 +239,7 @@ def _call_inside(eqn: core.JaxprEqn, work: Callable[[], list[Any]]) -> list[Any]
     # The parameter is named newly_manual_axes from jax 0.10.2 on.
     name = "newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"
     options["axis_names"] = eqn.params[name]
-    with _context(eqn):
+    with eqn.ctx.manager:
         jax.make_jaxpr(jax.shard_map(body, out_specs=(), **options))(*(v.aval for v in eqn.invars))
     return result
 
@@ -269,7 +254,7 @@ def retype(x: Any, aval: Any) -> Any:
     )
 
 
-def _trace_replacement(fn: Callable[..., Any], eqn: core.JaxprEqn, inputs: Sequence[Any]) -> Any:
+def _trace_replacement(fn: Callable[..., Any], eqn: JaxprEqn, inputs: Sequence[Any]) -> Any:
     """Returns the jaxpr of a function that replaces an equation.
 
     Raises:
@@ -291,21 +276,19 @@ def _trace_replacement(fn: Callable[..., Any], eqn: core.JaxprEqn, inputs: Seque
     return closed
 
 
-def _convert_then_transpose(
-    transpose: core.JaxprEqn, conversion: core.JaxprEqn
-) -> Callable[..., Any]:
+def _convert_then_transpose(transpose: JaxprEqn, conversion: JaxprEqn) -> Callable[..., Any]:
     aval, axes = conversion.outvars[0].aval, transpose.params["permutation"]
     return lambda x: [lax.transpose(retype(x, aval), axes)]
 
 
 def inline(
-    fn: Callable[..., list[Any]], eqn: core.JaxprEqn, inputs: Sequence[Any]
+    fn: Callable[..., list[Any]], eqn: JaxprEqn, inputs: Sequence[Any]
 ) -> tuple[list[Any], list[Any]]:
     """Returns the equations and outputs of a function applied to variables of a jaxpr.
 
     The equations get the name stack, source line and context of `eqn`.
     """
-    with _context(eqn):
+    with eqn.ctx.manager:
         # The lambda makes a new function for each call. For a function that it has traced before,
         # jax would return the same variables again.
         jaxpr = jax.make_jaxpr(lambda *xs: fn(*xs))(*(atom.aval for atom in inputs)).jaxpr
@@ -315,9 +298,3 @@ def inline(
         invars = substitute(substitutions, new.invars)
         eqns.append(new.replace(invars=invars, source_info=eqn.source_info, ctx=eqn.ctx))
     return eqns, substitute(substitutions, jaxpr.outvars)
-
-
-def _context(eqn: core.JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """Returns the jax settings that the equation was traced under, such as the mesh."""
-    manager: contextlib.AbstractContextManager[Any] = eqn.ctx.manager
-    return manager

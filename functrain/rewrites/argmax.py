@@ -73,12 +73,11 @@ argmax = Rewrite(
     primitive=primitives.argmax_p,
     applies=_applies,
     replace=functools.partial(_replace, extremum="max"),
-    reason="the maximum, then its first index, are faster than both at once",
+    reason="the extremum, then its first index, are faster than both at once",
     is_exact=lambda eqn: avals(eqn)[0].dtype != jnp.bfloat16,
 )
 argmin = argmax._replace(
     name="argmin",
     primitive=primitives.argmin_p,
     replace=functools.partial(_replace, extremum="min"),
-    reason="the minimum, then its first index, are faster than both at once",
 )

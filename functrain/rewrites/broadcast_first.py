@@ -27,13 +27,7 @@ from jax import lax
 from jax.extend import core
 from jax.extend.core import primitives
 
-from functrain.rewrites._equations import (
-    avals,
-    find_producer,
-    has_known_sizes,
-    is_sharded,
-    ndim,
-)
+from functrain.rewrites._equations import avals, find_producer, has_known_sizes, is_sharded, ndim
 from functrain.rewrites._rewrite import Replacement, rewrite
 
 # Operations on larger arrays cost more than a kernel on their rows.
@@ -42,14 +36,12 @@ MAX_OPERATIONS = 16
 MAX_INPUTS = 4
 
 # `jax.extend` does not export all of these primitives, so they are recognized by their names.
-_ELEMENTWISE = frozenset(
-    (
-        *("abs", "add", "add_any", "and", "convert_element_type", "copy", "div", "eq", "exp"),
-        *("ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "lt", "max", "min"),
-        *("mul", "ne", "neg", "not", "or", "rsqrt", "select_n", "sign", "sqrt", "square"),
-        *("stop_gradient", "sub"),
-    )
-)
+_ELEMENTWISE = {
+    *("abs", "add", "add_any", "and", "convert_element_type", "copy", "div", "eq", "exp"),
+    *("ge", "gt", "integer_pow", "is_finite", "le", "log", "log1p", "lt", "max", "min"),
+    *("mul", "ne", "neg", "not", "or", "rsqrt", "select_n", "sign", "sqrt", "square"),
+    *("stop_gradient", "sub"),
+}
 
 
 class _RowOperations:

@@ -90,11 +90,7 @@ def _multiply_one_tap(lhs: jax.Array, rhs: jax.Array, params: dict[str, Any]) ->
 
 
 def _dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_axes: Sequence[int],
-    rhs_axes: Sequence[int],
-    params: dict[str, Any],
+    lhs: jax.Array, rhs: jax.Array, lhs_axes: Sequence[int], rhs_axes: Sequence[int], params: Any
 ) -> jax.Array:
     """Contracts axes of both operands, in the order that lhs has them in memory."""
     # A single tap: the spatial axes of rhs have size 1.
@@ -103,13 +99,8 @@ def _dot(
         rhs_axes = [rhs_axes[0] - sum(axis < rhs_axes[0] for axis in rhs_axes[1:])]
     pairs = sorted(zip(lhs_axes, rhs_axes, strict=True))
     lhs_axes, rhs_axes = zip(*pairs, strict=True)
-    return lax.dot_general(
-        lhs,
-        rhs,
-        ((lhs_axes, rhs_axes), ((), ())),
-        precision=params["precision"],
-        preferred_element_type=params["preferred_element_type"],
-    )
+    options = {name: params[name] for name in ("precision", "preferred_element_type")}
+    return lax.dot_general(lhs, rhs, ((lhs_axes, rhs_axes), ((), ())), **options)
 
 
 def _pad_and_stride(

@@ -40,11 +40,7 @@ from functrain.rewrites.max_pool_gradient import does_every_window_see_numbers
 
 # A TPU takes the same numbers for zero in both. The small numbers of float16 are normal in float32.
 _MASKED_DTYPES = (jnp.float32, jnp.bfloat16)
-_SELECTED = (
-    primitives.gt_p,
-    primitives.broadcast_in_dim_p,
-    primitives.select_and_scatter_add_p,
-)
+_SELECTED = ["gt", "broadcast_in_dim", "select_and_scatter_add"]
 
 
 def _before(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
@@ -79,11 +75,10 @@ def _selects(eqn: core.JaxprEqn) -> bool:
 )
 def relu_before_pooling(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement | None:
     """Masks the gradient of each window instead of that of each number."""
-    mask, zeros, spread = (find_producer(atom, jaxpr) for atom in eqn.invars)
-    if mask is None or zeros is None or spread is None:
+    producers: list[Any] = [find_producer(atom, jaxpr) for atom in eqn.invars]
+    if [x and x.primitive.name for x in producers] != _SELECTED:
         return None
-    if (mask.primitive, zeros.primitive, spread.primitive) != _SELECTED:
-        return None
+    mask, zeros, spread = producers
     source, operand = spread.invars
     is_gradient = (
         is_zero(mask.invars[1])
