@@ -97,14 +97,9 @@ class Explanation:
 def _wrap(text: str, indent: str = "") -> str:
     """Breaks a text into lines, but not within a shape."""
     # textwrap does not break lines at a no-break space.
-    lines = textwrap.wrap(
-        text.replace(", ", ",\N{NO-BREAK SPACE}"),
-        width=_WIDTH,
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_on_hyphens=False,
-    )
-    return "\n".join(lines).replace("\N{NO-BREAK SPACE}", " ")
+    text = text.replace(", ", ",\N{NO-BREAK SPACE}")
+    lines = textwrap.fill(text, _WIDTH - len(indent), break_on_hyphens=False)
+    return textwrap.indent(lines.replace("\N{NO-BREAK SPACE}", " "), indent)
 
 
 def explain_rewrites(

@@ -36,7 +36,7 @@ class Memory:
     Attributes:
       k: Steps per program.
       leaves: Each leaf of the state and of its metrics by path, the largest first.
-      parts: Each part of the state: params, opt_state, model_state, other.
+      parts: Each part of the state by its field, such as params, opt_state and model_state.
       original_state: The caller's state, which a fit copies; 0 with ``donate=True``.
       chunks: The chunks of K batches that are in memory at once, at most.
       logs: The logs of the programs in flight.
@@ -94,12 +94,12 @@ class Memory:
 
         It is at most 80 columns wide.
         """
-        hidden_sizes = list(self.leaves.values())[ROWS:]
+        leaves = list(self.leaves.items())
+        if len(leaves) > ROWS:
+            hidden_size = sum(size for _, size in leaves[ROWS:])
+            leaves[ROWS:] = [(f"other leaves ({len(leaves) - ROWS})", hidden_size)]
         sections = [
-            [
-                *list(self.leaves.items())[:ROWS],
-                (f"other leaves ({len(hidden_sizes)})", sum(hidden_sizes)),
-            ],
+            leaves,
             [(f"{name} (total)", size) for name, size in self.parts.items()],
             [
                 ("state", self.state),
@@ -112,8 +112,6 @@ class Memory:
             ],
             [("total", self.total)],
         ]
-        if not hidden_sizes:
-            sections[0].pop()
         rows = [
             [(_repr.shorten_start(name, 60), _repr.format_bytes(size)) for name, size in section]
             for section in sections
@@ -285,11 +283,6 @@ def _bytes_by_path(carry: PyTree) -> dict[str, int]:
 def _bytes_by_part(leaves: Mapping[str, int]) -> dict[str, int]:
     """Returns the bytes of each part of the state, the largest first."""
     parts: collections.Counter[str] = collections.Counter()
-    # For other pytrees, the parts are the first components of the paths.
-    names = {path: path.partition("/")[0] for path in leaves}
-    is_train_state = "params" in names.values()
     for path, size in leaves.items():
-        name = names[path]
-        is_part = not is_train_state or name in ("params", "opt_state", "model_state")
-        parts[name if is_part else "other"] += size
+        parts[path.partition("/")[0]] += size
     return dict(parts.most_common())

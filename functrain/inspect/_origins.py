@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.extend.core import primitives
+from jax.extend.core import JaxprEqn, primitives
 
 from functrain.inspect._not_finite import (
     NotFinite,
@@ -91,7 +91,7 @@ class Search:
         return list(map(read, jaxpr.outvars))
 
     def run_body(
-        self, eqn: core.JaxprEqn, body: Any, inputs: Sequence[Value], name: str = ""
+        self, eqn: JaxprEqn, body: Any, inputs: Sequence[Value], name: str = ""
     ) -> list[Value]:
         """Returns the outputs of a jaxpr inside an equation; `name` is the branch or iteration."""
         self._around.append((name, source_location(eqn)))
@@ -100,7 +100,7 @@ class Search:
         return outputs
 
     def _trace(
-        self, jaxpr: Any, eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value]
+        self, jaxpr: Any, eqn: JaxprEqn, inputs: list[Value], outputs: list[Value]
     ) -> list[Value]:
         """Returns the outputs of an equation with their events, which are new if it made them."""
         body = _BODIES.get(eqn.primitive)
@@ -116,23 +116,17 @@ class Search:
                     cause = _first(infinite_inputs)
                     if cause and not _needs_infinities(jaxpr, eqn, inputs, outputs):
                         cause = None
-                    nan = self._add_equation(eqn, inputs, array, cause, is_nan=True)
+                    nan = self._add_equation(eqn, inputs, array, True, cause)
             # Infinities of a body without an event are constants in it.
             if has_infinity(array) and not infinity and not body:
                 infinity = _first(infinite_inputs) or _first(nan_inputs)
                 if not infinite_inputs and not nan_inputs:
-                    infinity = self._add_equation(eqn, inputs, array, None, is_nan=False)
+                    infinity = self._add_equation(eqn, inputs, array, False)
             traced.append(Value(array, nan, infinity))
         return traced
 
     def _add_equation(
-        self,
-        eqn: core.JaxprEqn,
-        inputs: list[Value],
-        output: Any,
-        cause: Event | None,
-        *,
-        is_nan: bool,
+        self, eqn: JaxprEqn, inputs: list[Value], out: Any, is_nan: bool, cause: Event | None = None
     ) -> Event:
         # Code that jax keeps traced, such as take_along_axis, has no source lines of the user.
         locations = [source_location(eqn), *(location for _, location in reversed(self._around))]
@@ -140,7 +134,7 @@ class Search:
         is_gather = eqn.primitive is primitives.gather_p
         description = NotFinite(
             eqn.primitive.name,
-            count_bad(output, is_nan=is_nan),
+            count_bad(out, is_nan=is_nan),
             next(filter(None, locations), ""),
             tuple(map(describe_range, arrays)),
             tuple(name for name, _ in self._around if name),
@@ -155,7 +149,7 @@ def _first(events: Iterable[Event | None]) -> Event | None:
 
 
 def _evaluate(
-    jaxpr: Any, eqns: Sequence[core.JaxprEqn], outvars: Sequence[Any], values: dict[Any, Value]
+    jaxpr: Any, eqns: Sequence[JaxprEqn], outvars: Sequence[Any], values: dict[Any, Value]
 ) -> list[Value]:
     """Returns the variables that equations compute from the given ones."""
     # The names of the inputs and outputs of the whole jaxpr do not fit those of its part.
@@ -171,9 +165,7 @@ def _evaluate(
     return list(map(Value, run(*(x.array for x in values.values()))))
 
 
-def _needs_infinities(
-    jaxpr: Any, eqn: core.JaxprEqn, inputs: list[Value], outputs: list[Value]
-) -> bool:
+def _needs_infinities(jaxpr: Any, eqn: JaxprEqn, inputs: list[Value], outputs: list[Value]) -> bool:
     """Returns True if an equation makes fewer NaN with 1 in place of the infinities."""
     finite = {}
     for var, (x, *_) in zip(eqn.invars, inputs, strict=True):
@@ -184,19 +176,19 @@ def _needs_infinities(
     return counts[0] < counts[1]
 
 
-def _call(search: Search, eqn: core.JaxprEqn, inputs: list[Value]) -> list[Value]:
+def _call(search: Search, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     # The name of the parameter depends on the primitive.
     body: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
     closed = body if hasattr(body, "consts") else core.ClosedJaxpr(body, [])
     return search.run_body(eqn, closed, inputs)
 
 
-def _cond(search: Search, eqn: core.JaxprEqn, inputs: list[Value]) -> list[Value]:
+def _cond(search: Search, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     index = int(inputs[0].array)
     return search.run_body(eqn, eqn.params["branches"][index], inputs[1:], f"cond, branch {index}")
 
 
-def _scan(search: Search, eqn: core.JaxprEqn, inputs: list[Value]) -> list[Value]:
+def _scan(search: Search, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     consts, carry, xs = (list(part.values()) for part in split_inputs(inputs, eqn))
     stacked = [Value(None)] * (len(eqn.outvars) - len(carry))
     iterations = range(eqn.params["length"])
@@ -213,7 +205,7 @@ def _scan(search: Search, eqn: core.JaxprEqn, inputs: list[Value]) -> list[Value
     return [*carry, *stacked]
 
 
-def _while(search: Search, eqn: core.JaxprEqn, inputs: list[Value]) -> list[Value]:
+def _while(search: Search, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
     # The inputs are the constants of the condition, those of the body, and the carry.
     start = eqn.params["cond_nconsts"]
     end = start + eqn.params["body_nconsts"]
@@ -228,7 +220,7 @@ def _while(search: Search, eqn: core.JaxprEqn, inputs: list[Value]) -> list[Valu
 
 
 # The functions that run the bodies of equations. Those of other primitives cannot be read.
-_BODIES: dict[Any, Callable[[Search, core.JaxprEqn, list[Value]], list[Value]]] = {
+_BODIES: dict[Any, Callable[[Search, JaxprEqn, list[Value]], list[Value]]] = {
     primitives.jit_p: _call,
     primitives.call_p: _call,
     primitives.closed_call_p: _call,

@@ -1,7 +1,6 @@
 """A table of the leaves of a state, their shards, and the bytes that each device holds."""
 
 import collections
-import itertools
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -15,7 +14,7 @@ from functrain.common._types import PyTree
 from functrain.engine._plan import nbytes
 from functrain.inspect._leaf import bytes_on_each, shard_shape, sharding_of
 
-# Narrow enough for a terminal and for a page: long paths are broken into lines.
+# Narrow enough for a terminal and for a page: long cells are broken into lines.
 _WIDTH = 80
 _MAX_PATH_WIDTH = 29
 
@@ -69,13 +68,13 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
             )
             groups.setdefault(group, []).append(path)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("leaves", no_wrap=True)
+    table.add_column("leaves", overflow="fold", max_width=_MAX_PATH_WIDTH)
     for name in ("array", "sharding", "shard"):
         table.add_column(name, overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
     for (_, spec, *cells), paths in groups.items():
         array = f"{len(paths)} {spec}" if len(paths) > 1 else spec
-        table.add_row(_break_path(_common_path(paths)), array, *cells)
+        table.add_row(_common_path(paths), array, *cells)
     return "\n".join([*_meshes(arrays), _table.render(table, _WIDTH), *_totals(arrays)])
 
 
@@ -92,17 +91,6 @@ def _common_path(paths: list[str]) -> str:
     for column in zip(*split_paths, strict=True):
         common += column[0] if len(set(column)) == 1 else "*"
     return common
-
-
-def _break_path(path: str) -> str:
-    """Breaks a path after slashes into lines that leave room for the other columns."""
-    lines = [""]
-    for part in re.findall(r"[^/]*/?", path):
-        if len(lines[-1]) + len(part) > _MAX_PATH_WIDTH:
-            lines.append("")
-        lines[-1] += part
-    # A single part may still be too long.
-    return "\n".join(_repr.shorten_start(line, _MAX_PATH_WIDTH) for line in lines if line)
 
 
 def _mesh_axes(leaf: Any) -> str:
@@ -125,12 +113,9 @@ def _mesh_axes(leaf: Any) -> str:
 
 def _meshes(leaves: list[Any]) -> list[str]:
     """Returns a line for each mesh that the leaves are on."""
-    lines: dict[str, None] = {}
-    for sharding in map(sharding_of, leaves):
-        if isinstance(sharding, NamedSharding):
-            axes = itertools.starmap("{}={}".format, sharding.mesh.shape.items())
-            lines[f"mesh: {' '.join(axes)}"] = None
-    return list(lines)
+    shardings = [x for x in map(sharding_of, leaves) if isinstance(x, NamedSharding)]
+    meshes = dict.fromkeys(tuple(sharding.mesh.shape.items()) for sharding in shardings)
+    return [f"mesh: {' '.join(f'{name}={size}' for name, size in mesh)}" for mesh in meshes]
 
 
 def _totals(leaves: list[Any]) -> list[str]:

@@ -4,14 +4,12 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 
 from functrain.common import _repr, _tree
 from functrain.common._table import sheet
 from functrain.common._types import PyTree, Step, traits_of
 from functrain.engine._plan import nbytes
 from functrain.inspect._cost import product_flops, trace_step
-from functrain.inspect._leaf import bytes_on_each, sharding_of
 from functrain.rewrites._equations import product_dtypes
 
 
@@ -28,10 +26,10 @@ def summary(state: Any, *, step: Step[Any] | None = None, batch: PyTree = None) 
 
     Returns:
       A row for each leaf: its path, dtype and shape, number of elements, and bytes of one copy
-      (``1 KiB`` = 1024 bytes). If leaves are on several devices, also its sharding, and the bytes
-      on each device. With a step, the dtypes of its products of matrices and convolutions, and
-      their FLOPs on all devices; the body of a scan, such as that of micro-batches, counts once
-      for each iteration, that of a `while` once. The table is never cut to the width of a terminal.
+      (``1 KiB`` = 1024 bytes); `placement` shows what each device holds. With a step, the dtypes
+      of its products of matrices and convolutions, and their FLOPs on all devices; the body of a
+      scan, such as that of micro-batches, counts once for each iteration, that of a `while` once.
+      The table is never cut to the width of a terminal.
 
     Raises:
       ValueError: Only one of `step` and `batch` is given.
@@ -61,39 +59,22 @@ def summary(state: Any, *, step: Step[Any] | None = None, batch: PyTree = None) 
     trees = {**parts, "state" if parts else "": state}
     # The first part is the trained one: only its leaves are listed.
     header, listed = next(iter(parts.items()), ("leaf", state))
-    leaves: list[tuple[str, ...]] = [
-        (path, _tree.strong_spec(leaf), _spec(leaf), *_sizes(leaf))
+    leaves = [
+        (path, _tree.strong_spec(leaf), *_sizes(leaf))
         for path, leaf in _tree.leaves_with_path(listed)
     ]
-    totals: list[tuple[str, ...]] = [
-        (f"{name} (total)" if name else "total", "", "", *_sizes(tree))
-        for name, tree in trees.items()
+    totals = [
+        (f"{name} (total)" if name else "total", "", *_sizes(tree)) for name, tree in trees.items()
     ]
-    numbers = "count", "bytes", "bytes on each device"
-    columns: tuple[str, ...] = header, "array", "sharding", *numbers
-    rows: list[list[tuple[str, ...]]] = [leaves, totals]
-    if not any(map(_spec, jax.tree.leaves(state))):
-        columns = _without_devices(columns)
-        rows = [list(map(_without_devices, section)) for section in rows]
-    table = sheet(columns, *rows, numbers=numbers)
+    numbers = "count", "bytes"
+    table = sheet((header, "array", *numbers), leaves, totals, numbers=numbers)
     return table if step is None else f"{table}\n{_costs(step, state, batch)}"
 
 
-def _without_devices(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a row without the columns about devices, for leaves that are all on one device."""
-    return row[0], row[1], row[3], row[4]
-
-
-def _sizes(tree: PyTree) -> tuple[str, str, str]:
+def _sizes(tree: PyTree) -> tuple[str, str]:
     """Returns the cells with the elements and the bytes of a tree."""
     count = sum(math.prod(x.shape) for x in filter(_tree.is_array, jax.tree.leaves(tree)))
-    return f"{count:,}", _repr.format_bytes(nbytes(tree)), _repr.format_bytes(bytes_on_each(tree))
-
-
-def _spec(leaf: Any) -> str:
-    """Returns the partition spec of a leaf; "" for a leaf on one device."""
-    sharding = sharding_of(leaf)
-    return str(sharding.spec) if isinstance(sharding, NamedSharding) else ""
+    return f"{count:,}", _repr.format_bytes(nbytes(tree))
 
 
 def _costs(step: Any, state: PyTree, batch: PyTree) -> str:

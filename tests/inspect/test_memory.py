@@ -46,7 +46,7 @@ def test_leaves_and_parts_are_those_of_the_state() -> None:
     assert found.state == sum(found.parts.values()) == nbytes(state)
     for name in ("params", "opt_state", "model_state"):
         assert found.parts[name] == nbytes(getattr(state, name))
-    assert found.parts["other"] == 4
+    assert found.parts["step"] == 4
     assert found.leaves["params/first"] == 4 * 32 * 128
     assert list(found.leaves.values()) == sorted(found.leaves.values(), reverse=True)
 

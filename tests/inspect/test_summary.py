@@ -75,16 +75,6 @@ def test_the_text_is_plain_ascii_in_lines_of_one_width(monkeypatch):
     assert len({len(line) for line in text.splitlines()}) == 1
 
 
-def test_where_leaves_lie_is_shown_where_they_are_divided():
-    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,))
-    where = jax.NamedSharding(mesh, jax.P("data"))
-    table = rows(summary({"split": jax.device_put(jnp.ones((4, 8)), where), "whole": jnp.ones(8)}))
-    assert table["leaf"][1:] == ("sharding", "count", "bytes", "bytes on each device")
-    assert table["split"][1:] == ("P('data',)", "32", "128 B", "64 B")
-    assert table["whole"][1:] == ("", "8", "32 B", "32 B")
-    assert table["total"][2:] == ("40", "160 B", "96 B")
-
-
 def flops(text):
     return int(text.splitlines()[-1].split()[-1].replace(",", ""))
 
