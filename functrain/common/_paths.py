@@ -5,9 +5,11 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from functrain.common._checks import require
+
+PathArg: TypeAlias = str | os.PathLike[str]
 
 
 def path_text(path: Any, name: str = "path", advice: str = "") -> str:

@@ -101,7 +101,7 @@ class EarlyStopping:
     @property
     def best(self) -> Any:
         """The best value so far."""
-        return self._best.item()
+        return self._best[()]
 
     @property
     def best_step(self) -> Any:

@@ -6,7 +6,7 @@ import os
 import jax
 
 from functrain.common._checks import require_integer
-from functrain.common._paths import absolute_path
+from functrain.common._paths import PathArg, absolute_path
 from functrain.engine._trigger import at
 from functrain.loop._events import Event
 
@@ -33,7 +33,7 @@ class Profile:
       at(200, 250)
     """
 
-    directory: str | os.PathLike[str]
+    directory: PathArg
     _: dataclasses.KW_ONLY
     start: int = 100
     steps: int = 20

@@ -1,7 +1,6 @@
 """Pictures and texts on a schedule."""
 
 import dataclasses
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from functrain.common import _tree
 from functrain.common._checks import require
 from functrain.common._library import import_optional
-from functrain.common._paths import absolute_path
+from functrain.common._paths import PathArg, absolute_path
 from functrain.common._types import PyTree
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import Event
@@ -56,7 +55,7 @@ class Sample:
     make: Callable[[PyTree], Any]
     _: dataclasses.KW_ONLY
     every: int | Trigger | None = None
-    directory: str | os.PathLike[str] | None = None
+    directory: PathArg | None = None
     name: str = "sample"
 
     def __post_init__(self) -> None:

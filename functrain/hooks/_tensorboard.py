@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from functrain.common._library import import_optional
-from functrain.common._paths import absolute_path
+from functrain.common._paths import PathArg, absolute_path
 from functrain.hooks._logger import Line, Logger
 
 
@@ -49,15 +49,13 @@ class TensorBoard(Logger):
       True
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: int = 10) -> None:
+    def __init__(self, directory: PathArg, *, every: int = 10) -> None:
         # The process may change its working directory during the run.
         self.directory = absolute_path(directory, "directory")
         self.resume_key = self.directory.name
         super().__init__(every)
-        self._tensorboardx = import_optional(
-            "tensorboardX",
-            "TensorBoard's files need the library: pip install 'functrain[tensorboard]'",
-        )
+        hint = "TensorBoard's files need the library: pip install 'functrain[tensorboard]'"
+        self._tensorboardx = import_optional("tensorboardX", hint)
         self._writer: Any = None
         # The lines of the last step that was written: the file of a resumed run begins with them.
         self._last_lines: list[Line] = []

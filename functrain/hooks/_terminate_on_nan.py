@@ -72,14 +72,10 @@ class TerminateOnNaN:
         finite = np.isfinite(logs[self.monitor].astype(np.float64))
         # In a population, one finite member is enough.
         finite = np.any(finite.reshape(event.steps, -1), axis=1)
-        if self.step is not None or finite.all():
-            self._in_a_row = 0
-            return
         for step, is_finite in enumerate(finite, event.step - event.steps + 1):
             self._in_a_row = 0 if is_finite else self._in_a_row + 1
-            if self._in_a_row == self.after:
+            if self._in_a_row == self.after and self.step is None:
                 self.step = step
-                return
 
     def __call__(self, event: Event, /) -> None:
         """Stops the run, and warns when it ends."""

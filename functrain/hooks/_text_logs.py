@@ -12,7 +12,7 @@ from typing import Any
 
 from functrain.checkpoint._files import Disk
 from functrain.common._checks import require
-from functrain.common._paths import absolute_path
+from functrain.common._paths import PathArg, absolute_path
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.hooks._logger import Line, Logger
@@ -32,7 +32,7 @@ class TextLogger(Logger):
       resume_key: The file's name, so that a directory may be moved between two runs.
     """
 
-    def __init__(self, path: str | os.PathLike[str], append: bool, steps: int | None) -> None:
+    def __init__(self, path: PathArg, append: bool, steps: int | None) -> None:
         super().__init__(steps)
         # The process may change its working directory during the run.
         self.path = absolute_path(path)
@@ -136,9 +136,7 @@ class JSONLines(TextLogger):
       {"step": 10, "epoch": 0, "epoch/loss": 0.5}
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], *, every: int = 10, append: bool = False
-    ) -> None:
+    def __init__(self, path: PathArg, *, every: int = 10, append: bool = False) -> None:
         super().__init__(path, append, steps=every)
 
     def write(self, lines: Sequence[Line]) -> None:
@@ -185,11 +183,7 @@ class CSVLogger(TextLogger):
     epoch_prefix = ""
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        append: bool = False,
-        every: int | Trigger | None = None,
+        self, path: PathArg, *, append: bool = False, every: int | Trigger | None = None
     ) -> None:
         super().__init__(path, append, steps=None)
         self.every = as_trigger(every, Every(epochs=1))

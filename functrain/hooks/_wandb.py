@@ -38,9 +38,8 @@ class WandB(Logger):
     def __init__(self, *, every: int = 100, **init: Any) -> None:
         super().__init__(every)
         self.init = init
-        self._wandb = import_optional(
-            "wandb", "Weights & Biases need their library: pip install 'functrain[wandb]'"
-        )
+        hint = "Weights & Biases need their library: pip install 'functrain[wandb]'"
+        self._wandb = import_optional("wandb", hint)
         self._id: str | None = None
         self.run: Any = None
 
