@@ -64,11 +64,6 @@ class EarlyStopping(_EarlyStopping):
     of_members: ClassVar[bool] = True
 
     @property
-    def best(self) -> np.ndarray:
-        """The best value of each member so far."""
-        return self._best
-
-    @property
     def best_step(self) -> np.ndarray:
         """The steps of the best values."""
         return self._best_step

@@ -113,8 +113,9 @@ def _paths_of(name: str, paths: list[str]) -> list[str]:
     require(matches, "hyperparameters", "the name of a leaf of the state", name, advice)
     scheduled = [path for path in matches if _is_injected(path) and is_scheduled(path, paths)]
     advice = (
-        "A schedule would overwrite it at the next step. Inject its factor: optax.inject_hyperparams"
-        "(lambda peak: optax.adam(lambda count: peak * schedule(count)))(peak=1e-3)."
+        "A schedule would overwrite it at the next step. Inject its factor: "
+        "optax.inject_hyperparams(lambda peak: optax.adam(lambda count: peak * schedule(count)))"
+        "(peak=1e-3)."
     )
     expected = f"the name of a number for {name!r}"
     require_no_problems("hyperparameters", scheduled, expected, advice)

@@ -46,11 +46,10 @@ def join(own: PyTree, shared: PyTree | None) -> PyTree:
     return own if shared is None else _split.join(shared, own)
 
 
-def without_shared(state: PyTree, shared: PyTree | None) -> PyTree:
-    """Returns a state with None in place of the leaves that are shared."""
-    if shared is None:
-        return state
-    return jax.tree.map(lambda b, x: x if b is None else None, shared, state, is_leaf=_is_none)
+def _split_like(state: PyTree, shared: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns the leaves of a state that are shared, and its own."""
+    paths = dict(_tree.leaves_with_path(shared))
+    return _split.split(state, paths.__contains__)
 
 
 def map_state(function: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
@@ -70,7 +69,7 @@ def joining(step: Callable[..., Any], shared: PyTree | None) -> Callable[..., An
 
     def call(carry: PyTree, batch: PyTree) -> tuple[PyTree, PyTree]:
         new, logs = step(map_state(lambda own: join(own, shared), carry), batch)
-        return map_state(lambda state: without_shared(state, shared), new), logs
+        return map_state(lambda state: _split_like(state, shared)[1], new), logs
 
     return call
 
@@ -88,7 +87,7 @@ def require_unchanged(step: Callable[..., Any], carry: PyTree, batch: PyTree, sh
     def step_shared(shared: PyTree) -> PyTree:
         new, _ = step(map_state(lambda own: join(own, shared), carry), batch)
         state = new.state if isinstance(new, Metered) else new
-        return jax.tree.map(lambda b, x: None if b is None else x, shared, state, is_leaf=_is_none)
+        return _split_like(state, shared)[0]
 
     jaxpr = jax.make_jaxpr(step_shared)(shared).jaxpr
     paths = [path for path, _ in _tree.leaves_with_path(shared)]
@@ -137,7 +136,3 @@ def _are_equal(a: Any, b: Any) -> bool:
     if _tree.is_key(a):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     return bool(jnp.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact)))
-
-
-def _is_none(x: PyTree) -> bool:
-    return x is None

@@ -61,12 +61,9 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         leaves = jax.tree.leaves(stacked)
         leading = jnp.shape(leaves[0])[:1] if leaves else ()
         problems = _tree.format_leaves(stacked, lambda x: jnp.shape(x)[:1] != (leading or None))
-        require_no_problems(
-            "stacked",
-            problems if leaves else ["no leaves"],
-            f"leaves [N, ...] with one leading axis, {leading}",
-            "functrain.population.stack(states) stacks states.",
-        )
+        expected = f"leaves [N, ...] with one leading axis, {leading}"
+        advice = "functrain.population.stack(states) stacks states."
+        require_no_problems("stacked", problems if leaves else ["no leaves"], expected, advice)
         return cls(stacked, jnp.ones(leading, bool))
 
     def __len__(self) -> int:
@@ -237,14 +234,10 @@ def _count_members(members: int | None, hyperparameters: Mapping[str, Any]) -> i
         expected = "a sequence with one value for each member"
         require(np.ndim(values), f"hyperparameters[{name!r}]", expected, values)
         counts[name] = len(values)
-    count = next(iter(counts.values()), None)
+    numbers = set(counts.values())
+    expected = "one number of members, from members= or from the length of the hyperparameters"
     got = ", ".join(f"{name}: {n}" for name, n in counts.items()) or "neither"
-    require(
-        len(set(counts.values())) == 1 and is_integer(count, 1),
-        "members and hyperparameters",
-        "one number of members, from members= or from the length of the hyperparameters",
-        got,
-        "Pass members=N, and N values of each.",
-    )
-    assert count is not None
-    return count
+    advice = "Pass members=N, and N values of each."
+    is_one = len(numbers) == 1 and is_integer(min(numbers), 1)
+    require(is_one, "members and hyperparameters", expected, got, advice)
+    return numbers.pop()
