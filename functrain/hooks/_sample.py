@@ -1,6 +1,7 @@
 """Pictures and texts on a schedule."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -124,10 +125,9 @@ def _draw(figure: Any) -> np.ndarray:
 def _arrange_in_grid(pictures: np.ndarray) -> np.ndarray:
     """Returns `[N, H, W, C]` as one picture, with about as many rows as columns."""
     n, height, width, channels = pictures.shape
-    columns = max(1, int(np.ceil(np.sqrt(n))))
+    columns = math.isqrt(n - 1) + 1
     rows = -(-n // columns)
     # Cells without a picture stay black.
-    cells = np.zeros((rows * columns, height, width, channels), np.uint8)
-    cells[:n] = pictures
+    cells = np.pad(pictures, [(0, rows * columns - n), (0, 0), (0, 0), (0, 0)])
     by_rows = cells.reshape(rows, columns, height, width, channels).swapaxes(1, 2)
     return by_rows.reshape(rows * height, columns * width, channels)

@@ -67,12 +67,11 @@ class TensorBoard(Logger):
     def write(self, lines: Sequence[Line]) -> None:
         """Writes one event for each line."""
         earlier_lines = [x for x in self._last_lines if x.step == lines[0].step]
-        if self._writer is None:
+        is_new = self._writer is None
+        if is_new:
             self._open(lines[0].step)
-            # The new file makes TensorBoard drop these lines of the earlier file.
-            for line in earlier_lines:
-                self._event(line.step, summary=self._summary(line))
-        for line in lines:
+        # A new file makes TensorBoard drop the earlier lines of its first step.
+        for line in (*earlier_lines, *lines) if is_new else lines:
             self._event(line.step, summary=self._summary(line))
         self._last_lines = [x for x in (*earlier_lines, *lines) if x.step == lines[-1].step]
 

@@ -67,16 +67,11 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     outer `jax.jit`, `jax.vmap`, `jax.grad`) the function is inlined into the outer program, and
     compiled with it.
     """
-    if IS_AFFECTED and _is_on():
+    setting = os.environ.get("FUNCTRAIN_CHECK_PROGRAMS") or "on"
+    require_one_of("FUNCTRAIN_CHECK_PROGRAMS", setting, ("on", "off"))
+    if IS_AFFECTED and setting == "on":
         return CheckedJit(function, options)
     return jax.jit(function, **options)
-
-
-def _is_on() -> bool:
-    """Returns True unless FUNCTRAIN_CHECK_PROGRAMS in the environment turns the inspection off."""
-    value = os.environ.get("FUNCTRAIN_CHECK_PROGRAMS") or "on"
-    require_one_of("FUNCTRAIN_CHECK_PROGRAMS", value, ("on", "off"))
-    return value == "on"
 
 
 def jit_without_arithmetic(function: Callable[..., Any], **options: Any) -> Any:

@@ -6,6 +6,7 @@ the number of channels that are summed over: C, or C / G with G groups of featur
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -228,15 +229,12 @@ def strided_window(
     The window starts at ``index * index_strides``. A tap's view of an image has the tap as its
     index, the positions of the kernel as its sizes, and the stride of the kernel.
     """
-    starts, limits, steps = [0] * x.ndim, list(x.shape), [1] * x.ndim
-    # The spatial axes are those after the batch.
-    for axis, (i, step, size, stride) in enumerate(
-        zip(index, index_strides, sizes, strides, strict=True), start=1
-    ):
-        starts[axis] = i * step
-        limits[axis] = i * step + dilated_size(size, stride)
-        steps[axis] = stride
-    return lax.slice(x, starts, limits, steps)
+    starts = list(map(operator.mul, index, index_strides))
+    limits = map(operator.add, starts, map(dilated_size, sizes, strides))
+    # The spatial axes are those after the batch; the others are taken whole.
+    others = x.shape[1 + len(starts) :]
+    starts, steps = [0, *starts, *[0] * len(others)], [1, *strides, *[1] * len(others)]
+    return lax.slice(x, starts, [len(x), *limits, *others], steps)
 
 
 def pad_spatial(

@@ -82,11 +82,8 @@ def _count_stacked(outer: Sequence[Any], inner: Sequence[Any]) -> int:
 
 def describe_types(eqn: core.JaxprEqn) -> str:
     """Returns an equation's types, such as ``float32[8] -> float32[]``."""
-    return f"{_join_types(eqn.invars)} -> {_join_types(eqn.outvars)}"
-
-
-def _join_types(atoms: Sequence[Any]) -> str:
-    return " ".join(_tree.strong_spec(atom.aval) for atom in atoms)
+    sides = eqn.invars, eqn.outvars
+    return " -> ".join(" ".join(_tree.strong_spec(x.aval) for x in atoms) for atoms in sides)
 
 
 def describe_location(eqn: core.JaxprEqn) -> str:

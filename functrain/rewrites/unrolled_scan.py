@@ -66,10 +66,7 @@ def _applies(eqn: JaxprEqn) -> bool:
 
 
 @rewrite(
-    primitives.scan_p,
-    _applies,
-    "iterations outside of a loop need fewer kernels",
-    platforms=("tpu",),
+    primitives.scan_p, _applies, "iterations without a loop need fewer kernels", platforms=("tpu",)
 )
 def unrolled_scan(*inputs: jax.Array, **params: Any) -> list[jax.Array]:
     """Unrolls a scan, and the short scans inside it."""
