@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import functrain as ft
 
@@ -81,6 +82,12 @@ def alone(i: int, make_state: Any = make_state, rates: Any = RATES) -> ft.TrainS
 
 def loader(batch_size: int = 16, **how: Any) -> ft.ArrayLoader:
     return ft.ArrayLoader((X, Y), batch_size, **{"shuffle": True, **how})
+
+
+def refused(error: type[Exception], match: str, call: Any, *args: Any, **how: Any) -> None:
+    """Raises unless a call raises an error with this message."""
+    with pytest.raises(error, match=match):
+        call(*args, **how)
 
 
 def bits(tree: Any) -> list[bytes]:

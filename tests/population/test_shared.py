@@ -146,16 +146,8 @@ def test_members_lie_on_several_devices_beside_one_base_on_each() -> None:
 def test_members_are_selected_resampled_stopped_and_predict() -> None:
     made = population()
     stop = P.EarlyStopping("val_loss", patience=1, restore_best=True)
-    end, _ = ft.fit(
-        made,
-        of_all(),
-        loader(),
-        epochs=4,
-        eval_data=loader(),
-        eval_step=of_all(EVAL),
-        hooks=[stop],
-        verbose=0,
-    )
+    how = {"eval_data": loader(), "eval_step": of_all(EVAL), "hooks": [stop], "verbose": 0}
+    end, _ = ft.fit(made, of_all(), loader(), epochs=4, **how)
     losses = ft.evaluate(end, of_all(EVAL), loader())["loss"]
     np.testing.assert_allclose(losses, stop.best, rtol=1e-5)
     best = P.select(end, losses, mode="min")

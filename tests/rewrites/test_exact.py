@@ -22,9 +22,9 @@ STEPS = 2
 Step = Callable[[Any, jax.Array], tuple[Any, jax.Array]]
 
 
-def conv(x: jax.Array, w: jax.Array, stride: int = 1) -> jax.Array:
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=numbers)
+def conv(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+    options = {"window_strides": (1, 1), "padding": "SAME", **options}
+    return lax.conv_general_dilated(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
 
 def plain(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -32,7 +32,15 @@ def plain(x: jax.Array, w: jax.Array) -> jax.Array:
 
 
 def strided(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.tanh(conv(x, w, 2))
+    return jnp.tanh(conv(x, w, window_strides=(2, 2)))
+
+
+def dilated(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(conv(x, w, rhs_dilation=(2, 2)))
+
+
+def transposed(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(conv(x, w, padding=[(1, 2)] * 2, lhs_dilation=(2, 2)))
 
 
 def biased(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -67,29 +75,17 @@ def grouped(x: jax.Array, w: jax.Array) -> jax.Array:
     groups = {3: 3, 8: 4}[x.shape[-1]]
     inputs, outputs = x.shape[-1] // groups, 9 if groups == 3 else 8
     w = jnp.tile(w, (1, 1, 1, 2))[:, :, :inputs, :outputs]
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return jnp.tanh(
-        lax.conv_general_dilated(
-            x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
-        )[..., :8]
-    )
+    return jnp.tanh(conv(x, w, feature_group_count=groups)[..., :8])
 
 
 def depthwise(x: jax.Array, w: jax.Array) -> jax.Array:
     """One weight for each channel and place."""
     count = x.shape[-1]
-    out = lax.conv_general_dilated(
-        x,
-        w[:, :, :1, :count],
-        (1, 1),
-        "SAME",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        feature_group_count=count,
-    )
-    return jnp.tanh(out)
+    return jnp.tanh(conv(x, w[:, :, :1, :count], feature_group_count=count))
 
 
 LAYERS = (plain, strided, biased, normalised, called, recomputed, channels_first)
+LAYERS += (dilated, transposed)
 
 
 def training(layer: Callable[..., jax.Array], dtype: str) -> tuple[Step, Any, jax.Array]:
