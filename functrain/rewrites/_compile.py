@@ -181,7 +181,8 @@ class CheckedJit:
             return self._transformed
         signature = structure, tuple(map(_leaf_signature, leaves))
         choice = self._choices.get(signature)
-        if choice is None or again:
+        # A program with a wrong fusion in one context is compiled without fusions in all of them.
+        if choice is None or (again and choice is self._jitted):
             # If the check is interrupted, an earlier one in another context must not count.
             self._choices.pop(signature, None)
             choice = self._choices[signature] = self._check(signature, args)
