@@ -16,17 +16,11 @@ def train(bad, folder=None, last=None, fuse=4, value=np.nan, **how):
     data[[n - 1 for n in bad]] = value
     hook = ft.hooks.TerminateOnNaN(**how)
     saves = None if folder is None else ft.Checkpointer(folder, every=ft.every(steps=3))
+    hooks = [hook] if last is None else [hook, last]
+    settings = {"hooks": hooks, "fuse": fuse, "verbose": 0, "checkpointer": saves}
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        state, history = ft.fit(
-            jnp.zeros((), jnp.int32),
-            step,
-            ft.ArrayLoader(data, 1),
-            hooks=[hook, *([] if last is None else [last])],
-            fuse=fuse,
-            verbose=0,
-            checkpointer=saves,
-        )
+        state, history = ft.fit(np.int32(0), step, ft.ArrayLoader(data, 1), **settings)
     assert len(history.steps["loss"]) == int(state)
     return int(state), hook.step, [str(warning.message) for warning in said]
 
@@ -105,15 +99,8 @@ def fit_to_nan(folder, step, bad, hooks=(), value=np.nan, size=40, **how):
     checkpoints = ft.Checkpointer(folder, every=how.pop("every", 3), keep=how.pop("keep", 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        ft.fit(
-            jnp.zeros(()),
-            step,
-            ft.ArrayLoader(data, 1),
-            checkpointer=checkpoints,
-            hooks=hooks,
-            verbose=0,
-            **how,
-        )
+        how |= {"checkpointer": checkpoints, "hooks": hooks, "verbose": 0}
+        ft.fit(jnp.zeros(()), step, ft.ArrayLoader(data, 1), **how)
     return checkpoints
 
 
