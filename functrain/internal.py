@@ -32,10 +32,12 @@ from functrain.data._stack import stack_batches as stack_batches
 from functrain.engine._driver import copy_arrays as copy_arrays
 from functrain.engine._guards import add_guard as add_guard
 from functrain.engine._placement import chunk_placer as chunk_placer
+from functrain.engine._placement import require_divisible as require_divisible
 from functrain.engine._plan import FuseArg as FuseArg
 from functrain.engine._plan import nbytes as nbytes
 from functrain.engine._plan import require_fuse as require_fuse
 from functrain.engine._signals import DeferredSignals as DeferredSignals
+from functrain.hooks._hook import HookRunner as HookRunner
 from functrain.hooks._hook import by_identity as by_identity
 from functrain.hooks._hook import is_resumable as is_resumable
 from functrain.hooks._logger import Logger as Logger

@@ -4,7 +4,6 @@ import os
 from typing import Any
 
 import keras
-from keras.src.utils.python_utils import pythonify_logs
 
 _SAVING_STATE = ("best", "_batches_seen_since_last_saving", "_last_batch_seen")
 _PATHS = ("filepath", "directory", "filename", "log_dir")
@@ -29,10 +28,8 @@ def state(callback: Any) -> dict[str, Any]:
     OrbaxCheckpoint, TensorBoard and SwapEMAWeights; checked with Keras 3.15.1. Without them a
     resumed run saves, records and stops at other steps than an uninterrupted one.
     """
-    saved: dict[str, Any] = {}
-    for name in _state_names(callback):
-        if hasattr(callback, name):
-            saved[name] = getattr(callback, name)
+    names = [name for name in _state_names(callback) if hasattr(callback, name)]
+    saved = {name: getattr(callback, name) for name in names}
     if getattr(callback, "monitor_op", None):
         # The function itself cannot be saved, and `restore` can make it again.
         saved["compares"] = True
@@ -72,20 +69,9 @@ def restore(callback: Any, saved: dict[str, Any]) -> None:
             setattr(callback, name, saved[name])
 
 
-def as_floats(logs: Any) -> dict[str, Any]:
-    """Returns logs as callbacks get them: flat, sorted by name, and scalars as floats.
-
-    Calls `pythonify_logs`; checked with Keras 3.15.1. Without it callbacks get arrays.
-    """
-    return dict(pythonify_logs(logs))
-
-
 def _state_names(callback: Any) -> list[str]:
-    names: list[str] = []
-    for cls, attributes in _STATE.items():
-        if isinstance(callback, cls):
-            names += attributes
-    return names
+    """Returns the attributes of a callback that are its state."""
+    return [name for cls, names in _STATE.items() if isinstance(callback, cls) for name in names]
 
 
 def batches_until_action(callback: Any) -> int | None:

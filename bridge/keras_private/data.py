@@ -18,7 +18,9 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     """Keras's iterator over the steps of epochs, with batches left on the host.
 
     Attributes:
+      given: The data as the user passed them: x, y and sample_weight.
       arrays: The data if they are dense arrays; then rows are yielded in place of batches.
+      is_tracked: True for a run that saves, which needs the attributes after this one.
       fetched: Number of batches fetched from the current pass.
       random_state: What `random_state` returned when the first of them was fetched.
       pass_number: The `adapter_epoch` at that time.
@@ -26,7 +28,9 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
       missing: The number of a batch that was begun, only to find that the data have run out.
     """
 
+    given: Any = None
     arrays: "ArrayBatches | None" = None
+    is_tracked = False
     fetched = 0
     random_state: Any = None
     pass_number: int | None = None
@@ -35,16 +39,17 @@ class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
 
     def batch_of(self, item: Any) -> Any:
         """Returns the batch of an item that the iterator over batches has yielded."""
-        return item if self.arrays is None else self.arrays.take(item)
+        if self.arrays is None:
+            return item
+        return jax.tree.map(lambda x: x[0], self.arrays.take([item]))
 
     # The base class puts every batch on the devices. Here whole chunks are put there.
     def _get_iterator(self) -> Iterator[Any]:
         self.fetched = 0
-        if self.arrays is not None:
-            return self._count(self.arrays)
-        return self._count(self.data_adapter.get_jax_iterator())
+        batches = self.data_adapter.get_jax_iterator() if self.arrays is None else self.arrays
+        return self._tracked(batches) if self.is_tracked else iter(batches)
 
-    def _count(self, batches: Iterable[Any]) -> Iterator[Any]:
+    def _tracked(self, batches: Iterable[Any]) -> Iterator[Any]:
         # A checkpoint within the epoch stores this, to draw the same order again.
         self.random_state = random_state()
         self.pass_number = adapter_epoch(self)
@@ -73,6 +78,7 @@ def epochs(**arguments: Any) -> Any:
     finally:
         if divides:
             distribution.auto_shard_dataset = True
+    iterator.given = [arguments.get(name) for name in ("x", "y", "sample_weight")]
     adapter = iterator.data_adapter
     # A subclass may yield other batches than these arrays.
     if type(adapter) is ArrayDataAdapter and all(
@@ -88,18 +94,14 @@ def epoch_position(epochs: Any) -> dict[str, Any]:
     Reads `EpochIterator._current_iterator` and `_steps_seen`; checked with Keras 3.15.1. With
     `steps_per_epoch` one iterator lasts for several epochs.
     """
-    number = adapter_epoch(epochs)
-    order = {} if number is None else {"adapter_epoch": number}
     is_shared = epochs.steps_per_epoch is not None and epochs._current_iterator is not None
-    # Otherwise each epoch begins a new pass, and no batch has to be fetched again.
-    if not is_shared or not epochs.fetched:
-        return {"fetched": 0, **order}
     return {
-        **order,
-        "fetched": epochs.fetched,
+        # Otherwise each epoch begins a new pass, and no batch has to be fetched again.
+        "fetched": epochs.fetched if is_shared else 0,
         "steps_seen": epochs._steps_seen,
         "randomness": epochs.random_state,
         "pass_number": epochs.pass_number,
+        "adapter_epoch": adapter_epoch(epochs),
     }
 
 
@@ -122,19 +124,14 @@ def restore_position(epochs: Any, position: dict[str, Any]) -> None:
     Raises:
       ValueError: The data have fewer batches.
     """
-    if "adapter_epoch" in position:
-        epochs.data_adapter._epoch = position["adapter_epoch"]
-    if not position["fetched"]:
-        return
-    if "adapter_epoch" in position:
+    if position["fetched"]:
+        # The order of the batches is drawn again, so it has to be drawn from the same random state.
         epochs.data_adapter._epoch = position["pass_number"]
-    # The order of the batches is drawn again, so it has to be drawn from the same random state.
-    set_random_state(position["randomness"])
-    epochs._current_iterator = epochs._get_iterator()
-    epochs._steps_seen = position["steps_seen"]
-    skip(epochs._current_iterator, position["fetched"])
-    if "adapter_epoch" in position:
-        epochs.data_adapter._epoch = position["adapter_epoch"]
+        set_random_state(position["randomness"])
+        epochs._current_iterator = epochs._get_iterator()
+        epochs._steps_seen = position["steps_seen"]
+        skip(epochs._current_iterator, position["fetched"])
+    epochs.data_adapter._epoch = position["adapter_epoch"]
 
 
 def skip(batches: Iterator[Any], count: int) -> None:
@@ -154,39 +151,33 @@ def skip(batches: Iterator[Any], count: int) -> None:
 def fingerprint(epochs: Any) -> dict[str, Any]:
     """Returns what distinguishes the data of `epochs` from others, as far as Keras knows it.
 
-    Reads `ArrayDataAdapter._num_samples`, `_batch_size`, `_shuffle` and `_inputs`; checked with
-    Keras 3.15.1. Without it a run resumes with other data, and nothing tells the user.
+    Reads `ArrayDataAdapter._num_samples`, `_batch_size` and `_shuffle`; checked with Keras 3.15.1.
+    Without it a run resumes with other data, and nothing tells the user.
     """
     adapter = epochs.data_adapter
     # A resumed run compares these with the checkpoint's, and says which differ. Where the adapter
     # does not know the number of batches, `num_batches` changes when the first epoch ends.
     batches = epochs.steps_per_epoch or adapter.num_batches
-    details = {"data": type(adapter).__name__, "batches": batches}
-    if epochs.steps_per_epoch is not None:
-        details["steps_per_epoch"] = epochs.steps_per_epoch
+    steps = {"batches": batches, "steps_per_epoch": epochs.steps_per_epoch}
+    details = {"data": type(adapter).__name__, **steps}
     if type(adapter) is not ArrayDataAdapter:
         return details
-    leaves = [x for x in keras.tree.flatten(adapter._inputs) if x is not None]
+    example = () if epochs.arrays is None else epochs.arrays.shapes(1)
     return {
         **details,
         "examples": int(adapter._num_samples),
         "batch_size": int(adapter._batch_size),
         "shuffle": str(adapter._shuffle),
-        "arrays": [f"{_dtype_names(x)}[{', '.join(map(str, x.shape[1:]))}]" for x in leaves],
+        "arrays": [f"{x.dtype}{list(x.shape[1:])}" for x in jax.tree.leaves(example)],
     }
-
-
-def _dtype_names(x: Any) -> str:
-    """Returns the name of an array's dtype, or those of the columns of a DataFrame."""
-    dtypes = [x.dtype] if hasattr(x, "dtype") else x.dtypes
-    return ", ".join(sorted(set(map(str, dtypes))))
 
 
 def _is_dense(x: Any) -> bool:
     """Returns True if batches of an array can be stacked."""
-    # Most are NumPy arrays, and converting one may cast it as a whole.
+    # Most are NumPy arrays, and converting one may cast it as a whole. JAX accepts arrays in the
+    # byte order of the machine only.
     if x is None or isinstance(x, np.ndarray):
-        return True
+        return x is None or x.dtype.isnative
     # Sparse arrays, and tensors of TensorFlow or PyTorch, go through Keras's own iterator.
     dense = (
         array_slicing.NumpySliceable,
@@ -199,70 +190,62 @@ def _is_dense(x: Any) -> bool:
 class ArrayBatches:
     """The dense arrays of an `ArrayDataAdapter`, and the order of one pass over them.
 
-    Reads `ArrayDataAdapter._inputs`, `_num_samples`, `_batch_size` and `_size`, and calls
-    `_get_iterator` and `array_slicing.convert_to_sliceable`; checked with Keras 3.15.1. Without it
-    batches are made one by one and then stacked, which takes longer than a small model's step.
+    Reads `ArrayDataAdapter._inputs`, `_num_samples` and `_batch_size`, and calls `_get_iterator`
+    and `array_slicing.convert_to_sliceable`; checked with Keras 3.15.1. Without it batches are made
+    one by one and then stacked, which takes longer than a small model's step.
 
     Attributes:
-      first_size: The number of rows in the first batch.
+      sizes: The number of rows in a batch, and that in a smaller last one.
     """
 
     def __init__(self, adapter: Any) -> None:
         self._adapter = adapter
-        self.first_size = int(min(adapter._batch_size, adapter._num_samples))
+        size, examples = int(adapter._batch_size), int(adapter._num_samples)
+        has_smaller = examples > size and examples % size
+        self.sizes = [size, examples % size] if has_smaller else [min(size, examples)]
         self._sliceables: Any = None
         self._first_row: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the rows of every batch, a slice or `i64[B]`, in the order of `model.fit`."""
+        """Yields the rows of every batch, a range or `i64[B]`, in the order of `model.fit`."""
         # For each pass, as in Keras: this may cast the arrays, which callbacks may change in place.
         self._sliceables = _sliceable(self._adapter._inputs)
         # Keras's own loop slices one leaf, 0, by a function that returns the rows instead: whole
         # chunks are then taken at once.
-        yield from self._adapter._get_iterator(lambda leaf, indices: indices, 0)
+        for rows in self._adapter._get_iterator(lambda leaf, indices: indices, 0):
+            yield range(rows.start, rows.stop) if isinstance(rows, slice) else rows
 
     def shapes(self, size: int) -> Any:
         """Returns the shapes and dtypes of a batch of `size` rows."""
         # Taking a row shows the dtypes after Keras's conversion, such as floatx for floats.
         if self._first_row is None:
-            first = keras.tree.map_structure(
-                lambda x: x[:1], self._adapter._inputs, none_is_leaf=False
-            )
-            self._first_row = _take(_sliceable(first), slice(0, 1))
+            first = _map(lambda x: x[:1], self._adapter._inputs)
+            self._first_row = _rows(_sliceable(first), slice(0, 1))
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._first_row
         )
 
-    def take(self, rows: Any) -> Any:
-        """Returns rows of all arrays, as Keras passes them to a step; a pass must have begun."""
-        return _take(self._sliceables, rows)
+    def take(self, batches: list[Any]) -> Any:
+        """Returns the rows of several batches, stacked; a pass must have begun.
+
+        Rows next to one another are not copied.
+        """
+        n, is_contiguous = len(batches), isinstance(batches[0], range)
+        rows = (
+            slice(batches[0].start, batches[-1].stop) if is_contiguous else np.concatenate(batches)
+        )
+        return jax.tree.map(
+            lambda x: x.reshape(n, len(x) // n, *x.shape[1:]), _rows(self._sliceables, rows)
+        )
 
 
 _sliceable = functools.partial(array_slicing.convert_to_sliceable, target_backend="jax")
+_map = functools.partial(keras.tree.map_structure, none_is_leaf=False)
 
 
-def _take(sliceables: Any, rows: Any) -> Any:
-    def convert(sliceable: Any) -> Any:
-        array = sliceable.convert_to_jax_compatible(sliceable[rows])
-        # JAX accepts arrays in the byte order of the machine only.
-        return array.astype(array.dtype.newbyteorder("="), copy=False)
-
-    return keras.tree.map_structure(convert, sliceables, none_is_leaf=False)
-
-
-def full_batches(iterator: Any) -> int | None:
-    """Returns how many batches of full size an epoch of `epochs` has; None if that is unknown.
-
-    Reads `ArrayDataAdapter.has_partial_batch`, which raises in other adapters; checked with Keras
-    3.15.1. Without it "auto" may choose one step too many, whose row of a chunk is never used.
-    """
-    steps: int | None = iterator.num_batches
-    adapter = iterator.data_adapter
-    ends_partial = type(adapter) is ArrayDataAdapter and adapter.has_partial_batch
-    # With `steps_per_epoch`, an epoch may end before the smaller batch.
-    if steps and ends_partial and steps == adapter.num_batches:
-        return max(1, steps - 1)
-    return steps
+def _rows(sliceables: Any, rows: Any) -> Any:
+    """Returns rows of all arrays, as Keras passes them to a step."""
+    return _map(lambda x: x.convert_to_jax_compatible(x[rows]), sliceables)
 
 
 def split_validation(arrays: Any, validation_split: float) -> tuple[Any, Any]:

@@ -1,13 +1,14 @@
 """A model as its own fit uses it: arguments, compiled parts, metrics, and values in training."""
 
 import inspect
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import keras
+from keras.src.utils.python_utils import pythonify_logs
 
 from bridge.keras_private.optimizers import atomic_build
+from functrain.internal import error_notes
 
 
 def is_trainer(model: Any) -> bool:
@@ -19,32 +20,34 @@ def is_trainer(model: Any) -> bool:
     return isinstance(model, keras.Model.__bases__[0])
 
 
-def build(model: keras.Model, batch: Any) -> None:
-    """Builds a model and its compiled loss, metrics and optimizer for batches like this one.
+def build(model: keras.Model, batch: Any = None, iterator: Any = None) -> None:
+    """Builds a model and its compiled loss, metrics and optimizer.
 
     Calls `Trainer._symbolic_build`; checked with Keras 3.15.1. Without it compiled metrics have
     no variables before the first `fit`, and a state made before that lacks them.
+
+    Args:
+      model: A compiled model.
+      batch: A batch like those that it will be trained on.
+      iterator: Keras's EpochIterator, asked for a batch only if more than the optimizer is not
+        built.
     """
     # A model that was never compiled may lack the attribute.
     with atomic_build(getattr(model, "optimizer", None)):
-        model._symbolic_build(data_batch=batch)
+        model._symbolic_build(iterator=iterator, data_batch=batch)
 
 
 def build_from(model: keras.Model, epochs: Any) -> None:
-    """Builds as `build` does, for the first batch of `epochs`, and resets them to their start.
+    """Builds what is not built for the first batch of `epochs`, and resets them to their start.
 
-    Calls `Trainer._symbolic_build`, which fetches that batch only if something is not built, so
-    that the generator of a built model loses no batch. Checked with Keras 3.15.1.
+    Calls `Layer._flatten_layers`; checked with Keras 3.15.1.
     """
-
-    # Keras needs arrays for their shapes, and rows of arrays have not been taken yet.
-    def batches() -> Iterator[Any]:
-        for begin, end, items in epochs:
-            yield begin, end, map(epochs.batch_of, items)
-
     try:
-        with atomic_build(getattr(model, "optimizer", None)):
-            model._symbolic_build(iterator=batches())
+        if not (is_built(model) and all(layer.built for layer in model._flatten_layers())):
+            # Keras needs arrays for their shapes, and rows of arrays have not been taken yet.
+            batches = ((begin, end, map(epochs.batch_of, items)) for begin, end, items in epochs)
+            with error_notes(epochs.given):
+                build(model, iterator=batches)
         epochs.reset()
     finally:
         # The data may have called a loop of Keras's that failed.
@@ -94,6 +97,14 @@ def epoch_logs(model: keras.Model, logs: Any) -> Any:
     return model._get_metrics_result_or_logs(logs)
 
 
+def as_floats(logs: Any) -> dict[str, Any]:
+    """Returns logs as callbacks get them: flat, sorted by name, and scalars as floats.
+
+    Calls `pythonify_logs`; checked with Keras 3.15.1. Without it callbacks get arrays.
+    """
+    return dict(pythonify_logs(logs))
+
+
 def metrics_in_order(model: keras.Model, logs: dict[str, Any]) -> Any:
     """Returns logs as the list, or the scalar, that `evaluate` returns.
 
@@ -131,31 +142,22 @@ class _Arguments(SimpleNamespace):
     """The arguments of Keras's `fit`, `evaluate` or `predict`, by name."""
 
 
+def _returning(method: str) -> Any:
+    """Returns a method that returns its arguments, with Keras's defaults of those left out."""
+    signature = inspect.signature(getattr(keras.Model, method))
+
+    def return_arguments(*args: Any, **kwargs: Any) -> _Arguments:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return _Arguments(**bound.arguments)
+
+    return return_arguments
+
+
 class _ReturnsArguments(keras.Model):  # type: ignore[misc]  # keras has no types
     """A model whose `fit`, `evaluate` and `predict` return their arguments."""
 
-    def fit(self, *args: Any, **kwargs: Any) -> _Arguments:
-        return _bind(keras.Model.fit, args, kwargs)
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> _Arguments:
-        return _bind(keras.Model.evaluate, args, kwargs)
-
-    def predict(self, *args: Any, **kwargs: Any) -> _Arguments:
-        return _bind(keras.Model.predict, args, kwargs)
-
-
-class _StandIn:
-    """Has the attributes of a model, while `super()` in a method takes it for one of `cls`."""
-
-    def __init__(self, model: keras.Model, cls: type) -> None:
-        self._model, self._class = model, cls
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return self._class
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    fit, evaluate, predict = map(_returning, ("fit", "evaluate", "predict"))
 
 
 def preparing_class(model: Any) -> type | None:
@@ -171,10 +173,10 @@ def preparing_class(model: Any) -> type | None:
 def prepared(model: keras.Model, method: str, **arguments: Any) -> Any:
     """Returns the arguments that a model's `fit`, `evaluate` or `predict` passes on to Keras's.
 
-    Calls the method that prepares the data, with a stand-in for the model. The method's call of
-    `super()` finds a method that returns its arguments. Relies on `PipelineModel` ending with
-    ``return super().fit(...)``; checked with keras_hub 0.32.0. Without it the conversion of data
-    would have to be copied for each release of keras_hub.
+    Calls the method that prepares the data, with a stand-in for the model that has its attributes.
+    The method's call of `super()` finds a method that returns its arguments. Relies on
+    `PipelineModel` ending with ``return super().fit(...)``; checked with keras_hub 0.32.0. Without
+    it the conversion of data would have to be copied for each release of keras_hub.
 
     Args:
       model: The model.
@@ -188,8 +190,10 @@ def prepared(model: keras.Model, method: str, **arguments: Any) -> Any:
     if cls is None:
         return _Arguments(**arguments)
     # In the order of its bases, the methods of `cls` come before those that return arguments.
-    recorder = type(cls.__name__, (cls, _ReturnsArguments), {})
-    passed_on = getattr(recorder, method)(_StandIn(model, recorder), **arguments)
+    stand_in: Any = object.__new__(type(cls.__name__, (type(model), _ReturnsArguments), {}))
+    vars(stand_in).update(vars(model))
+    function = vars(cls).get(method, vars(_ReturnsArguments)[method])
+    passed_on = function(stand_in, **arguments)
     if type(passed_on) is not _Arguments:
         raise TypeError(
             f"model: expected {cls.__name__}.{method} to end with `return super().{method}(...)`, "
@@ -197,10 +201,3 @@ def prepared(model: keras.Model, method: str, **arguments: Any) -> Any:
             f"class, such as keras.Model(model.inputs, model.outputs)."
         )
     return passed_on
-
-
-def _bind(function: Any, args: Any, kwargs: Any) -> _Arguments:
-    """Returns the arguments of a call of a method by name, with the defaults of those left out."""
-    bound = inspect.signature(function).bind(None, *args, **kwargs)
-    bound.apply_defaults()
-    return _Arguments(**bound.arguments)

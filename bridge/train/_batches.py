@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import keras
@@ -22,6 +22,7 @@ from functrain.internal import (
     is_cheap_to_read,
     pad_chunk,
     require,
+    require_divisible,
     require_integers_fit,
     signature,
     stack_batches,
@@ -35,11 +36,8 @@ class BatchEvents(NamedTuple):
     end: int | None
 
 
-class KerasBatch(NamedTuple):
-    """A batch of Keras's iterator; of arrays only its rows, a slice or `i64[B]`."""
-
-    content: Any
-    events: BatchEvents
+# A batch of Keras's iterator, of arrays only its rows, a range or `i64[B]`; and its batch events.
+KerasBatch: TypeAlias = tuple[Any, BatchEvents]
 
 
 class KerasBatches(Batches):
@@ -59,7 +57,11 @@ class KerasBatches(Batches):
     def __init__(self, epochs: Any, place: Callable[[PyTree], PyTree] | None) -> None:
         self.data, self._place = epochs, place
         self.arrays: keras_private.data.ArrayBatches | None = epochs.arrays
-        self.steps, self.full_steps = epochs.num_batches, keras_private.data.full_batches(epochs)
+        self.steps = self.full_steps = epochs.num_batches
+        # With `steps_per_epoch`, an epoch may end before the smaller batch.
+        has_last_batch = self.steps == epochs.data_adapter.num_batches
+        if has_last_batch and self.arrays is not None and len(self.arrays.sizes) > 1:
+            self.full_steps = self.steps - 1
         self._items: Lookahead[KerasBatch] = Lookahead(())
         # True while the first batch of a chunk is fetched.
         self._fetches_first = False
@@ -68,12 +70,15 @@ class KerasBatches(Batches):
 
     def begin(self, epoch: int, batch: int = 0) -> None:
         """Begins the next epoch; after `restore`, continues it at a batch."""
-        self._epoch_position = keras_private.data.epoch_position(self.data)
+        if self.data.is_tracked:
+            self._epoch_position = keras_private.data.epoch_position(self.data)
         self.data.missing = None
         items = self._with_events()
         if self._resume_state is not None and batch:
             items = self._skip(items, batch, self._resume_state)
-        self._items = Lookahead(items, self._signature)
+        # A value that is equal for two batches that can be stacked.
+        can_stack = signature if self.arrays is None else len
+        self._items = Lookahead(items, lambda item: can_stack(item[0]))
         self._resume_state = None
 
     def peek(self) -> PyTree | None:
@@ -82,26 +87,40 @@ class KerasBatches(Batches):
         item = self._items.peek()
         self._fetches_first = False
         if item is None or self.arrays is None:
-            return None if item is None else item.content
-        return self.arrays.shapes(_count(item.content))
+            return None if item is None else item[0]
+        return self.arrays.shapes(len(item[0]))
 
     def take(self, k: int, limit: int) -> Chunk:
         """Returns a chunk of the next batches that can be stacked."""
+        if self.arrays is None:
+            chunk, events = self._stack(k, limit)
+        else:
+            rows, events = map(list, zip(*self._items.take(limit), strict=True))
+            batches = self.arrays.take(rows)
+            require_integers_fit(batches, "data")
+            chunk = pad_chunk(batches, k)
+        if self._place is not None:
+            chunk = self._place(chunk)
+        return Chunk(chunk, k, len(events), events)
+
+    def _stack(self, k: int, limit: int) -> tuple[PyTree, list[BatchEvents]]:
+        """Copies the next batches; each before the next one, which may reuse its memory."""
         batch_events: list[BatchEvents] = []
 
         def contents() -> Iterator[PyTree]:
-            for item in self._items.take(limit):
-                batch_events.append(item.events)
-                yield item.content
+            for content, events in self._items.take(limit):
+                batch_events.append(events)
+                yield content
 
-        if self.arrays is None:
-            # The source may reuse the memory of a batch, so each is copied before the next.
-            chunk, _ = stack_batches(contents(), k)
-        else:
-            chunk = pad_chunk(_take_rows(self.arrays, list(contents())), k)
-        if self._place is not None:
-            chunk = self._place(chunk)
-        return Chunk(chunk, k, len(batch_events), batch_events)
+        return stack_batches(contents(), k)[0], batch_events
+
+    def known_shapes(self) -> list[PyTree]:
+        """Returns the shapes of a batch of full size and of a smaller one, if data are arrays."""
+        return [] if self.arrays is None else list(map(self.arrays.shapes, self.arrays.sizes))
+
+    def track(self) -> None:
+        """Begins to note the position and the random state that lead to it."""
+        self.data.is_tracked = True
 
     def fingerprint(self) -> dict[str, Any]:
         """Returns what distinguishes the data from others."""
@@ -147,10 +166,6 @@ class KerasBatches(Batches):
         keras_private.data.set_random_state(current_state)
         return itertools.chain(fetched_ahead, items)
 
-    def _signature(self, item: KerasBatch) -> Any:
-        """Returns a value that is equal for two batches that can be stacked."""
-        return signature(item.content) if self.arrays is None else _count(item.content)
-
     def _with_events(self) -> Iterator[KerasBatch]:
         """Yields every batch of an epoch with its batch events."""
         epochs = self.data
@@ -163,7 +178,7 @@ class KerasBatches(Batches):
                 last = len(group) - 1
                 for i, content in enumerate(group):
                     events = BatchEvents(None if i else begin, end if i == last else None)
-                    yield KerasBatch(content, events)
+                    yield content, events
                 if not group:
                     epochs.missing = begin
                     # catch_stop_iteration waits for this to give Keras's warning.
@@ -174,21 +189,6 @@ class KerasBatches(Batches):
         batch = host_batch(batch, "data")
         # Those of an execution are fetched before one is used, and the source may reuse its memory.
         return copy_batch(batch) if self.data.steps_per_execution > 1 else batch
-
-
-def _count(rows: Any) -> int:
-    """Returns the number of rows, given a slice or an array of indices."""
-    return rows.stop - rows.start if isinstance(rows, slice) else len(rows)
-
-
-def _take_rows(source: keras_private.data.ArrayBatches, rows: list[Any]) -> PyTree:
-    """Takes the rows of a chunk at once; slices next to one another are not copied."""
-    is_contiguous = isinstance(rows[0], slice)
-    chunk_rows = slice(rows[0].start, rows[-1].stop) if is_contiguous else np.concatenate(rows)
-    examples = source.take(chunk_rows)
-    require_integers_fit(examples, "data")
-    n = len(rows)
-    return jax.tree.map(lambda x: x.reshape(n, x.shape[0] // n, *x.shape[1:]), examples)
 
 
 def keras_batches(
@@ -208,6 +208,9 @@ def keras_batches(
     x, y, sample_weight = data
     local = x if isinstance(x, Local) else None
     x = x.data if isinstance(x, Local) else x
+    has_data = any(leaf is not None for leaf in keras.tree.flatten(x))
+    advice = "A generator of batches goes into x, and yields (inputs, targets)."
+    require(has_data, "x", "arrays, a dataset, a loader or a generator", x, advice)
     for name, part in (("x", x), ("y", y), ("sample_weight", sample_weight)):
         _require_numbers(name, part)
     epochs = keras_private.data.epochs(
@@ -221,13 +224,16 @@ def keras_batches(
     )
     require(epochs.num_batches != 0, "x", "at least one batch, but the data have none", x)
     distribution = keras.distribution.distribution()
-    if distribution is not None and trains and epochs.arrays is not None:
-        _require_divisible(distribution, epochs, 1 if local is None else local.processes)
+    is_placed = distribution is not None and local is None
+    batches: Batches = KerasBatches(
+        epochs, _placer(distribution, not trains) if is_placed else None
+    )
     if local is not None:
         # It joins the parts of all processes, and puts them on the devices.
-        return LocalBatches(KerasBatches(epochs, None), local)
-    is_placed = distribution is not None
-    return KerasBatches(epochs, _placer(distribution, not trains) if is_placed else None)
+        batches = LocalBatches(batches, local)
+    if distribution is not None and trains:
+        require_divisible(batches, distribution.get_data_layout((1,)).backend_layout)
+    return batches
 
 
 def _require_numbers(name: str, data: Any) -> None:
@@ -236,10 +242,11 @@ def _require_numbers(name: str, data: Any) -> None:
         is_masked = isinstance(leaf, np.ma.MaskedArray)
         advice = "Pass x.filled(0), and weights for what is masked as sample_weight."
         require(not is_masked, name, "arrays without a mask", leaf, advice, error=TypeError)
-        # All other arrays are checked chunk by chunk, since reading them all may take long.
-        if isinstance(leaf, np.ndarray) and is_cheap_to_read(leaf):
-            require_integers_fit(leaf, name)
-        if _holds_strings(leaf):
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufc":
+            # All other arrays are checked chunk by chunk, since reading them all may take long.
+            if is_cheap_to_read(leaf):
+                require_integers_fit(leaf, name)
+        elif leaf is not None and _holds_strings(leaf):
             raise TypeError(
                 f"{name}: expected numbers, got strings, on which a model cannot be trained. "
                 "Convert labels with classes, y = np.unique(y, return_inverse=True) or "
@@ -249,31 +256,13 @@ def _require_numbers(name: str, data: Any) -> None:
 
 def _holds_strings(leaf: Any) -> bool:
     """Returns True for a string, and for an array or a table with one in its first rows."""
-    if isinstance(leaf, str | bytes):
-        return True
-    # A DataFrame has a dtype for each column. Other kinds of arrays hold no strings.
+    # A DataFrame has a dtype for each column.
     is_table = hasattr(leaf, "dtypes") and hasattr(leaf, "columns")
     kind = getattr(getattr(leaf, "dtype", None), "kind", "")
     if not is_table and kind not in {"O", "S", "U", "T"}:
-        return False
+        return isinstance(leaf, str | bytes)
     rows = np.asarray(leaf[:8] if np.ndim(leaf) else leaf)
     return any(isinstance(value, str | bytes) for value in rows.reshape(-1).tolist())
-
-
-def _require_divisible(distribution: Any, epochs: Any, parts: int) -> None:
-    """Raises ValueError for batches of arrays that the devices do not divide."""
-    adapter = epochs.data_adapter
-    for kind, local_size in (("", adapter.batch_size), ("last ", adapter.partial_batch_size)):
-        size = (local_size or 0) * parts
-        sharding = distribution.get_data_layout((size,)).backend_layout
-        try:
-            sharding.shard_shape((size,))
-        except ValueError as error:
-            raise ValueError(
-                f"x: expected batches that divide over {sharding.spec} of the mesh "
-                f"{dict(sharding.mesh.shape)}, got a {kind}batch of {size}. Choose another "
-                "batch_size, or leave some examples out."
-            ) from error
 
 
 def _placer(distribution: Any, replicates: bool) -> Callable[[PyTree], PyTree]:

@@ -1,9 +1,9 @@
 """Callbacks around chunks of steps: Keras's, users', and the loggers of functrain."""
 
 import contextlib
+import dataclasses
 import os
 import tempfile
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +16,7 @@ from bridge.optim._optimizers import step_counter
 from bridge.train._batches import BatchEvents
 from functrain import Position
 from functrain.events import ChunkEnd, EpochEnd
-from functrain.internal import Logger, PyTree, fetch_rows, row_of_step
+from functrain.internal import HookRunner, Logger, PyTree, fetch_rows, row_of_step
 
 # The batch methods of each kind of run: those for the begin and the end, then aliases.
 _METHODS = {
@@ -24,18 +24,6 @@ _METHODS = {
     "test": ("on_test_batch_begin", "on_test_batch_end"),
     "predict": ("on_predict_batch_begin", "on_predict_batch_end"),
 }
-
-
-# All methods of Keras's own callbacks, to recognize subclasses that keep them. CallbackList is left
-# out: a list may hold callbacks of any class.
-_KERAS_METHODS = {
-    method
-    for cls in vars(keras.callbacks).values()
-    if isinstance(cls, type) and cls is not keras.callbacks.CallbackList
-    for method in vars(cls).values()
-    if isinstance(method, types.FunctionType)
-}
-
 
 # Keras's own callback that may end training at any batch.
 _MAY_END = keras.callbacks.TerminateOnNaN
@@ -92,8 +80,11 @@ class BatchCallbacks:
         functions = {getattr(getattr(callback, name), "__func__", None) for name in names}
         if functions == {getattr(keras.callbacks.Callback, name) for name in names}:
             return
-        # A user's method may do anything; what Keras's methods do is known.
-        is_known = _KERAS_METHODS.issuperset(functions)
+        # A user's method may do anything; what Keras's methods do is known, except for those of a
+        # list, which may hold callbacks of any class.
+        is_list = isinstance(callback, keras.callbacks.CallbackList)
+        modules = [getattr(function, "__module__", "") for function in functions]
+        is_known = not is_list and all(name.startswith("keras.") for name in modules)
         if is_known and keras_private.callbacks.ignores_batches(callback):
             return
         self.acting.append(callback)
@@ -127,7 +118,7 @@ class BatchCallbacks:
             logs = self._logs(row_of_step(rows, i), events)
             if events.end is None:
                 continue
-            logs = keras_private.callbacks.as_floats(logs)
+            logs = keras_private.trainer.as_floats(logs)
             for callback in self.acting:
                 getattr(callback, self._end_method)(events.end, logs=logs)
             # Keras would not have run the rest of the chunk after TerminateOnNaN.
@@ -143,7 +134,7 @@ class BatchCallbacks:
         # The outputs of a prediction are large, and the bar does not show them.
         if self._kind != "predict":
             rows = fetch_rows(event.rows, event.steps)
-            logs = keras_private.callbacks.as_floats(row_of_step(rows, ends[-1]))
+            logs = keras_private.trainer.as_floats(row_of_step(rows, ends[-1]))
         for bar in self.bars:
             getattr(bar, self._end_method)(event.batch_info[ends[-1]].end, logs=logs)
 
@@ -158,108 +149,85 @@ class BatchCallbacks:
 
 
 @contextlib.contextmanager
-def write_in_first_process(callbacks: Any) -> Iterator[None]:
-    """Context manager: lets Keras's own callbacks write files in the first process only.
+def files_written(callbacks: Any) -> Iterator[None]:
+    """Context manager: closes the loggers, and lets only the first process write Keras's files.
 
-    In the other processes they write to a temporary directory. They cannot be left out, since
-    chunks end where callbacks need it, and have to end at the same steps in all processes.
+    In the other processes Keras's callbacks write to a temporary directory. They cannot be left
+    out, since chunks end where callbacks need it, and have to end at the same steps everywhere.
     """
-    if jax.process_index() == 0:
-        yield
-        return
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
-        writers = [x for x in flat(callbacks) if isinstance(x, _WRITERS)]
-        for i, callback in enumerate(writers):
-            name = next(filter(vars(callback).__contains__, _PATHS))
-            path = getattr(callback, name)
-            undo.callback(setattr, callback, name, path)
-            new_path = os.path.join(folder, str(i), os.path.basename(os.fspath(path)))
-            os.makedirs(os.path.dirname(new_path))
-            setattr(callback, name, new_path)
+    with contextlib.ExitStack() as undo:
+        for callback in flat(callbacks):
+            # A fit that fails has to close the files of its loggers, too.
+            if isinstance(callback, LoggerCallback):
+                undo.callback(callback.close)
+            if isinstance(callback, _WRITERS) and jax.process_index() > 0:
+                folder = undo.enter_context(tempfile.TemporaryDirectory())
+                name = next(filter(vars(callback).__contains__, _PATHS))
+                path = getattr(callback, name)
+                undo.callback(setattr, callback, name, path)
+                setattr(callback, name, os.path.join(folder, os.path.basename(os.fspath(path))))
         yield
 
 
-def wrap_loggers(callbacks: Any) -> Any:
-    """Returns callbacks with each logger of functrain wrapped in a `LoggerCallback`."""
+def with_loggers(callbacks: Any) -> Any:
+    """Returns callbacks with one for all loggers of functrain among them."""
     # A CSVLogger has a trigger, and Keras's callbacks have nothing that would ask it.
-    return keras.tree.map_structure(
-        lambda x: LoggerCallback(x) if isinstance(x, Logger) and not hasattr(x, "every") else x,
-        callbacks,
-    )
-
-
-def loggers_among(callbacks: Any) -> list["LoggerCallback"]:
-    """Returns the wrapped loggers among callbacks."""
-    return [callback for callback in flat(callbacks) if isinstance(callback, LoggerCallback)]
+    loggers = [x for x in flat(callbacks) if isinstance(x, Logger) and not hasattr(x, "every")]
+    if not loggers:
+        return callbacks
+    return [*(x for x in flat(callbacks) if x not in loggers), LoggerCallback(loggers)]
 
 
 class LoggerCallback(keras.callbacks.Callback):  # type: ignore[misc]  # keras has no types
-    """A callback that passes the logs of steps and epochs to a logger of functrain.
+    """A callback that passes the logs of steps and epochs to loggers of functrain.
 
     Steps are counted from the optimizer's count, so that a second fit of a model continues the
     axis of the first.
 
     Args:
-      logger: A logger of functrain.
+      loggers: Loggers of functrain.
     """
 
-    def __init__(self, logger: Logger) -> None:
+    def __init__(self, loggers: list[Logger]) -> None:
         super().__init__()
-        self.logger = logger
-        # All processes have the same logs, so one of them writes.
-        self._writes = jax.process_index() == 0
-        self.resume_key = f"{type(logger).__name__}({getattr(logger, 'resume_key', '')})"
+        self._hooks = HookRunner(loggers)
+        self._running = contextlib.ExitStack()
         # Steps that the model had taken when the fit began, and steps of the fit.
         self._steps_before: int | None = None
         self._steps = 0
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Opens the logger, and notes the first step unless a checkpoint has restored it."""
+        """Opens the loggers, and notes the first step unless a checkpoint has restored it."""
         if self._steps_before is None:
             optimizer = getattr(self.model, "optimizer", None)
             self._steps_before = 0 if optimizer is None else int(step_counter(optimizer).value)
-        if self._writes:
-            self.logger.begin()
+        self._running.enter_context(self._hooks.running())
 
     def take(self, event: ChunkEnd) -> None:
         """Logs what the steps of a chunk report."""
         self._steps = event.step
-        if self._writes:
-            # Nested logs have their last name only, as in other Keras callbacks.
-            rows = {name.rpartition("/")[-1]: x for name, x in event.host_logs().items()}
-            position, steps = self._position(event.epoch), event.steps
-            self.logger.logs(
-                ChunkEnd(
-                    position=position, state=(), steps=steps, examples=event.examples, rows=rows
-                )
-            )
+        # Nested logs have their last name only, as in other Keras callbacks.
+        rows = {name.rpartition("/")[-1]: x for name, x in event.host_logs().items()}
+        position = self._position(event.epoch)
+        self._hooks.logs(dataclasses.replace(event, position=position, state=(), rows=rows))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Logs the values of an epoch, including those of its evaluation."""
-        if self._writes:
-            values = dict(logs or {})
-            self.logger(EpochEnd(position=self._position(epoch), state=(), values=values))
+        self._hooks(EpochEnd(position=self._position(epoch), state=(), values=dict(logs or {})))
 
     def state(self) -> dict[str, Any]:
         """Returns the state to save."""
-        return {
-            "steps_before": self._steps_before,
-            "steps": self._steps,
-            "logger": self.logger.state(),
-        }
+        steps = {"steps_before": self._steps_before, "steps": self._steps}
+        return {**steps, "loggers": self._hooks.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
         """Restores what `state` returned. Call it before the fit begins."""
         self._steps_before, self._steps = state["steps_before"], state["steps"]
-        # All processes may see the logger's file, and restoring it truncates it.
-        if self._writes:
-            self.logger.restore(state["logger"])
+        self._hooks.restore(state["loggers"])
 
     def close(self) -> None:
-        """Closes the logger. Call it however the fit ends."""
-        self._steps_before = None
-        if self._writes:
-            self.logger.close()
+        """Closes the loggers. Call it however the fit ends."""
+        self._running.close()
 
     def _position(self, epoch: int) -> Position:
         assert self._steps_before is not None, "on_train_begin comes first"

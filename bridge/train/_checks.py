@@ -1,5 +1,6 @@
 """Checks of the arguments of fit, evaluate and predict, before the first callback and step."""
 
+import functools
 import numbers
 from typing import Any
 
@@ -10,13 +11,12 @@ import numpy as np
 from bridge import keras_private
 from bridge.optim._optax_optimizer import OptaxOptimizer
 from bridge.state._distribution import require_use
-from bridge.state._keras_state import variable_values
-from bridge.train._batches import KerasBatches, keras_batches
+from bridge.state._keras_state import require_compiled, variable_values
+from bridge.train._batches import keras_batches
 from bridge.train._callbacks import flat
 from bridge.train._steps import KerasStep
 from functrain.internal import (
     Batches,
-    PyTree,
     is_cheap_to_read,
     require,
     require_fuse,
@@ -29,10 +29,12 @@ from functrain.internal import tree as _tree
 
 # Labels that are compared with the number of classes: enough to find a mistake, quick to read.
 _LABELS = 100_000
+# The arguments that are whole numbers.
+_COUNTS = ("batch_size", "steps", "steps_per_epoch", "validation_steps", "validation_batch_size")
 _RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
 
 
-def require_model(model: Any) -> None:
+def _require_model(model: Any) -> None:
     """Raises TypeError for an object that is not a Keras model.
 
     Warns of a class that overrides loops, which are not called.
@@ -58,27 +60,55 @@ def require_model(model: Any) -> None:
         )
 
 
-def require_arguments(
-    x: Any, fuse: Any, rewrites: Any, verbose: Any, callbacks: Any, **counts: Any
-) -> None:
-    """Raises an error for wrong values of the arguments that fit, evaluate and predict share.
+def prepared(
+    model: Any, method: str, options: tuple[Any, Any, Any], *, callbacks: Any, **arguments: Any
+) -> Any:
+    """Returns the arguments of fit, evaluate or predict as Keras's own method gets them.
 
-    `counts` are, by the names of the arguments, None or whole numbers. 0 is None, as in Keras.
+    Args:
+      model: The model.
+      method: "fit", "evaluate" or "predict".
+      options: fuse, rewrites and verbose.
+      callbacks: Keras's callbacks.
+      **arguments: The other arguments of the method that are about data. Those in `_COUNTS` are
+        None or whole numbers; 0 is None, as in Keras.
+
+    Raises:
+      TypeError: `model` is no Keras model, or a callback none of Keras's.
+      ValueError: The model is not compiled, or an argument is wrong.
     """
+    _require_model(model)
+    if method != "predict":
+        require_compiled(model)
+    fuse, rewrites, verbose = options
     require_fuse(fuse)
     resolve_mode(rewrites)
     is_number = isinstance(verbose, numbers.Integral)
     require_one_of("verbose", int(verbose) if is_number else verbose, ("auto", 0, 1, 2))
-    advice = "A generator of batches goes into x, and yields (inputs, targets)."
-    require(x is not None, "x", "arrays, a dataset, a loader or a generator", x, advice)
-    for name, number in counts.items():
-        if number is not None:
-            require_integer(name, number, 0)
+    for name in _COUNTS:
+        if arguments.get(name) is not None:
+            require_integer(name, arguments[name], 0)
     _require_callbacks(callbacks)
+    arguments["callbacks"] = callbacks
+    return keras_private.trainer.prepared(model, method, **arguments)
 
 
-def require_validation_arguments(split: Any, freq: Any) -> None:
-    """Raises ValueError for wrong values of `validation_split` and `validation_freq`."""
+def _require_callbacks(callbacks: Any) -> None:
+    """Raises TypeError for a class instead of an object of it, or a hook of functrain."""
+    advice = (
+        "Pass objects, not classes. Hooks of functrain go into functrain.fit(hooks=), except for "
+        "the loggers TensorBoard, JSONLines and WandB, which bridge.fit takes as well; a "
+        "Checkpointer goes into bridge.fit(checkpointer=)."
+    )
+    for callback in flat(callbacks):
+        is_callback = hasattr(callback, "on_epoch_end") and not isinstance(callback, type)
+        require(is_callback, "callbacks", "those of Keras", callback, advice, error=TypeError)
+
+
+def require_epochs(epochs: Any, initial_epoch: Any, split: Any, freq: Any) -> None:
+    """Raises ValueError for wrong values of the arguments about epochs and their evaluations."""
+    require_integer("epochs", epochs, 0)
+    require_integer("initial_epoch", initial_epoch, 0)
     expected = "a fraction of the arrays, from 0 to below 1"
     require(split is None or 0 <= split < 1, "validation_split", expected, split)
     is_frequency = isinstance(freq, list) or (isinstance(freq, int) and freq >= 1)
@@ -109,43 +139,37 @@ def _require_evaluation(model: keras.Model, validation: Batches, training: Batch
     Only arrays are checked, since looking at other data might use them up. The step is traced if
     examples have other shapes than those of the training data.
     """
-    examples, batch = _array_shapes(validation)
+    shapes = validation.known_shapes()
+    of_example = functools.partial(jax.tree.map, lambda x: (x.shape[1:], x.dtype))
     # A test_step that runs uncompiled may be correct although it cannot be traced.
     is_compiled = model.jit_compile and not model.run_eagerly
     is_distributed = keras.distribution.distribution() is not None
-    is_known = examples is None or examples == _array_shapes(training)[0]
+    is_known = not shapes or of_example(shapes) == of_example(training.known_shapes())
     if is_known or is_distributed or not is_compiled:
         return
+    # With the dtypes that arrays have in jax, which warns of others when it traces a step.
+    batch = _tree.shapes(shapes[0])
     try:
         jax.eval_shape(KerasStep(model, "test"), variable_values(model), batch)
     except Exception as error:
-        shapes = ", ".join(map(_tree.spec, jax.tree.leaves(batch)))
+        specs = ", ".join(map(_tree.spec, jax.tree.leaves(batch)))
         raise ValueError(
-            f"validation_data: expected data that the model can evaluate, got batches of {shapes}. "
+            f"validation_data: expected data that the model can evaluate, got batches of {specs}. "
             f"No step was taken. Its test_step raised:\n{error}"
         ) from error
     finally:
         keras_private.trainer.forget_losses(model)
 
 
-def _array_shapes(batches: Batches) -> tuple[PyTree, PyTree]:
-    """Returns the shapes of an example of arrays, and of their first batch; None for other data."""
-    arrays = batches.arrays if isinstance(batches, KerasBatches) else None
-    if arrays is None:
-        return None, None
-    # With the dtypes that arrays have in jax, which warns of others when it traces a step.
-    return arrays.shapes(1), _tree.shapes(arrays.shapes(arrays.first_size))
-
-
 def require_fit(model: keras.Model, callbacks: Any, *, has_checkpointer: bool) -> None:
     """Raises ValueError for callbacks and models that cannot be fitted together."""
     if keras.distribution.distribution() is not None:
         require_use()
-    if jax.process_count() > 1:
+    is_one_of_several = jax.process_count() > 1
+    if is_one_of_several:
         _require_distributed(model)
     # A LossScaleOptimizer has the optimizer inside it.
     optimizer = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    is_one_of_several = jax.process_count() > 1
     # Each process would save only the shards on its own devices.
     is_sharded = is_one_of_several and not all(v.value.is_fully_replicated for v in model.variables)
     for callback in flat(callbacks):
@@ -188,41 +212,26 @@ def _require_optimizer(optimizer: OptaxOptimizer, callback: Any) -> None:
     # Both errors of an OptaxOptimizer say how to make it one that has these.
     except (AttributeError, ValueError) as error:
         raise ValueError(f"callbacks: {name} cannot be used here. {error}") from error
-    expected = f"an optimizer with one learning rate for {name} to set, not a schedule"
-    advice = "Pass a number, bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3)."
-    is_settable = not (sets_rate and optimizer.follows_schedule)
-    require(is_settable, "callbacks", expected, optimizer, advice)
+    if sets_rate:
+        expected = f"an optimizer with one learning rate for {name} to set, not a schedule"
+        advice = "Pass a number, bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3)."
+        require(not optimizer.follows_schedule, "callbacks", expected, optimizer, advice)
 
 
 def warn_of_labels(model: keras.Model, y: Any) -> None:
     """Warns of labels in memory that are outside of the classes: their loss means nothing."""
     loss, shape = model.loss, getattr(model, "output_shape", None)
-    is_sparse = isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
-    has_classes = loss == "sparse_categorical_crossentropy"
-    if is_sparse:
-        has_classes = loss.get_config().get("axis", -1) == -1
+    is_object = isinstance(loss, keras.losses.SparseCategoricalCrossentropy)
+    settings = loss.get_config() if is_object else {}
+    has_classes = is_object or loss == "sparse_categorical_crossentropy"
     classes = shape[-1] if has_classes and isinstance(shape, tuple) else None
     is_array = isinstance(y, np.ndarray) and y.ndim and y.dtype.kind in "iu" and is_cheap_to_read(y)
-    if not is_array or not isinstance(classes, int):
+    if not is_array or not isinstance(classes, int) or settings.get("axis", -1) != -1:
         return
     labels = y[:_LABELS]
-    is_wrong = (labels < 0) | (labels >= classes)
-    if getattr(loss, "ignore_class", None) is not None:
-        is_wrong &= labels != loss.ignore_class
+    is_wrong = ((labels < 0) | (labels >= classes)) & (labels != settings.get("ignore_class"))
     if is_wrong.any():
         warn(
             f"y: expected labels from 0 to {classes - 1}, since the model has {classes} outputs, "
             f"got {labels[is_wrong][0]}. Such a label has no class, and its loss means nothing."
         )
-
-
-def _require_callbacks(callbacks: Any) -> None:
-    """Raises TypeError for a class instead of an object of it, or a hook of functrain."""
-    advice = (
-        "Pass objects, not classes. Hooks of functrain go into functrain.fit(hooks=), except for "
-        "the loggers TensorBoard, JSONLines and WandB, which bridge.fit takes as well; a "
-        "Checkpointer goes into bridge.fit(checkpointer=)."
-    )
-    for callback in flat(callbacks):
-        is_callback = hasattr(callback, "on_epoch_end") and not isinstance(callback, type)
-        require(is_callback, "callbacks", "those of Keras", callback, advice, error=TypeError)

@@ -1,6 +1,5 @@
 """fit, evaluate and predict: replacements for the methods of a Keras model."""
 
-import contextlib
 import functools
 import types
 from typing import Any
@@ -9,24 +8,15 @@ import jax
 import keras
 
 from bridge import keras_private
-from bridge.state._keras_state import require_compiled
 from bridge.train import _checks
 from bridge.train._batches import keras_batches
-from bridge.train._callbacks import loggers_among, wrap_loggers, write_in_first_process
+from bridge.train._callbacks import files_written, with_loggers
 from bridge.train._hook import KerasHook
 from bridge.train._memory import Memory
 from bridge.train._runs import Evaluation, Options, run_evaluate, run_fit, run_predict
 from bridge.train._steps import cached_step
 from functrain import Checkpointer
-from functrain.internal import (
-    Batches,
-    DeferredSignals,
-    FuseArg,
-    Mode,
-    Saving,
-    error_notes,
-    require_integer,
-)
+from functrain.internal import Batches, DeferredSignals, FuseArg, Mode, Saving
 
 
 def fit(
@@ -130,36 +120,24 @@ def fit(
       ['loss', 'mae']
     """
     # A fit that one of the checks refuses has called no callback, and taken no step.
-    _checks.require_model(model)
-    require_compiled(model)
-    counts = {
-        "batch_size": batch_size,
-        "validation_batch_size": validation_batch_size,
-        "steps_per_epoch": steps_per_epoch,
-        "validation_steps": validation_steps,
-    }
-    callbacks = wrap_loggers(callbacks)
-    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **counts)
-    require_integer("epochs", epochs, 0)
-    require_integer("initial_epoch", initial_epoch, 0)
-    _checks.require_validation_arguments(validation_split, validation_freq)
+    _checks.require_epochs(epochs, initial_epoch, validation_split, validation_freq)
     # Keras offers this limit for debugging, and applies it in its own fit.
     epochs = min(epochs, keras.config.max_epochs() or epochs)
-    # `prepared` has the data and the arguments about them as Keras's own fit gets them.
-    prepared = keras_private.trainer.prepared(
+    prepared = _checks.prepared(
         model,
         "fit",
+        (fuse, rewrites, verbose),
         x=x,
         y=y,
         batch_size=batch_size,
-        epochs=epochs,
-        callbacks=callbacks,
+        callbacks=with_loggers(callbacks),
         validation_split=validation_split,
         validation_data=validation_data,
         class_weight=class_weight,
         sample_weight=sample_weight,
         steps_per_epoch=steps_per_epoch,
         validation_steps=validation_steps,
+        validation_batch_size=validation_batch_size,
     )
     data = prepared.x, prepared.y, prepared.sample_weight
     validation_data = prepared.validation_data
@@ -170,27 +148,22 @@ def fit(
         model, data, prepared.batch_size, prepared.steps_per_epoch, trains=True, **more
     )
     # The checks from here on need a built model.
-    with error_notes(data):
-        keras_private.trainer.build_from(model, batches.data)
+    keras_private.trainer.build_from(model, batches.data)
     cached_step(model, "train")
     _checks.warn_of_labels(model, prepared.y)
     options = Options(fuse, rewrites)
     evaluation: Evaluation | None = None
     if validation_data is not None:
-        size, steps = validation_batch_size or prepared.batch_size, prepared.validation_steps
-        arguments = model, validation_data, size, steps, batches
+        size = prepared.validation_batch_size or prepared.batch_size
+        arguments = model, validation_data, size, prepared.validation_steps, batches
         make = functools.cache(functools.partial(_checks.validation_batches, *arguments))
         # As in Keras, a generator is not asked for a batch before the first evaluation.
         if not isinstance(validation_data, types.GeneratorType):
             make()
-        evaluation = Evaluation(model, make, validation_freq, options)
+        evaluation = Evaluation(make, validation_freq, options)
     callbacks = prepared.callbacks
     _checks.require_fit(model, callbacks, has_checkpointer=checkpointer is not None)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(write_in_first_process(callbacks))
-        # A fit that fails has to close the files of its loggers, too.
-        for logger in loggers_among(callbacks):
-            stack.callback(logger.close)
+    with files_written(callbacks):
         callbacks = _callback_list(model, callbacks, verbose, epochs, batches, add_history=True)
         hook = KerasHook(model, "train", batches, callbacks, evaluation=evaluation)
         saving: Saving | None = None
@@ -251,12 +224,17 @@ def evaluate(
       >>> evaluate(model, x, y, verbose=0, return_dict=True)
       {'loss': 1.0}
     """
-    _checks.require_model(model)
-    require_compiled(model)
-    sizes = {"batch_size": batch_size, "steps": steps}
-    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes)
-    data = {"x": x, "y": y, "sample_weight": sample_weight}
-    prepared = keras_private.trainer.prepared(model, "evaluate", **data, **sizes)
+    prepared = _checks.prepared(
+        model,
+        "evaluate",
+        (fuse, rewrites, verbose),
+        x=x,
+        y=y,
+        batch_size=batch_size,
+        callbacks=callbacks,
+        sample_weight=sample_weight,
+        steps=steps,
+    )
     arrays = prepared.x, prepared.y, prepared.sample_weight
     batches = keras_batches(model, arrays, prepared.batch_size, prepared.steps, trains=False)
     callbacks = _callback_list(model, callbacks, verbose, 1, batches)
@@ -299,10 +277,8 @@ def predict(
       >>> predict(model, np.ones((40, 3), np.float32), verbose=0).shape
       (40, 4)
     """
-    _checks.require_model(model)
-    sizes = {"batch_size": batch_size, "steps": steps}
-    _checks.require_arguments(x, fuse, rewrites, verbose, callbacks, **sizes)
-    prepared = keras_private.trainer.prepared(model, "predict", x=x, **sizes)
+    arguments = {"x": x, "batch_size": batch_size, "callbacks": callbacks, "steps": steps}
+    prepared = _checks.prepared(model, "predict", (fuse, rewrites, verbose), **arguments)
     batches = keras_batches(
         model, (prepared.x, None, None), prepared.batch_size, prepared.steps, trains=False
     )

@@ -1,7 +1,8 @@
 """A hook that runs Keras's callbacks, metrics and evaluations around a run."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import keras
 import numpy as np
 
 from bridge import keras_private
-from bridge.train._callbacks import BatchCallbacks, flat, loggers_among
+from bridge.train._callbacks import BatchCallbacks, LoggerCallback, flat
 from bridge.train._memory import Memory
 from bridge.train._steps import ModelValues
 from functrain.events import ChunkEnd, EpochEnd, Event, RunEnd
@@ -68,7 +69,8 @@ class KerasHook:
         self.memory: Memory | None = None
         self.calls = BatchCallbacks(callbacks, kind, quiet=quiet)
         # The evaluations of a fit share its callbacks, and the fit alone passes logs to loggers.
-        self.receivers = [x.take for x in loggers_among(callbacks)] if kind == "train" else []
+        loggers = [x for x in flat(callbacks) if isinstance(x, LoggerCallback)]
+        self.receivers = [x.take for x in loggers] if kind == "train" else []
         self.receivers += [self.calls.show_progress] if self.calls.bars else []
         self.values = ModelValues(model, kind)
         self.finalizes = kind == "train"
@@ -94,6 +96,12 @@ class KerasHook:
             RunEnd: self._end_run,
         }
         handlers[type(event)](event)
+        if isinstance(event, ChunkEnd | EpochEnd):
+            # A callback may have asked to stop, and not taken that back since.
+            event.stopped = self.is_stopped
+            # Several processes run until all of them have agreed to stop.
+            if jax.process_count() > 1:
+                self.is_stopped = False
 
     @property
     def is_stopped(self) -> bool:
@@ -140,7 +148,7 @@ class KerasHook:
         return {
             "memory": self.memory.state(),
             "reported": self._last_logs(),
-            "logs": keras_private.callbacks.as_floats(self.logs),
+            "logs": keras_private.trainer.as_floats(self.logs),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -149,19 +157,28 @@ class KerasHook:
         self.memory.restore(state["memory"])
         self._logs_before, self.logs = state["reported"], state["logs"]
 
-    def finish(self, run: Loop) -> bool:
-        """Leaves the model with all its values, however the run has ended.
-
-        Returns:
-          False if a program failed, which had consumed the values.
-        """
-        # The function refers to this object, which refers to the batches.
-        self.batches.data.before_fetch = None
-        last = run.last_complete_state()
-        is_whole = self.values.restore(None if last is None else last[0])
-        if is_whole:
-            self._finalize()
-        return is_whole
+    @contextlib.contextmanager
+    def whole_at_end(self, run: Loop) -> Iterator[None]:
+        """Context manager: closes a run, and leaves the model with all its values."""
+        failure: BaseException | None = None
+        try:
+            with contextlib.closing(run):
+                yield
+        except BaseException as error:
+            failure = error
+            raise
+        finally:
+            # The function refers to this object, which refers to the batches.
+            self.batches.data.before_fetch = None
+            last = run.last_complete_state()
+            if self.values.restore(None if last is None else last[0]):
+                self._finalize()
+            elif failure is not None:
+                failure.add_note(
+                    "The program that failed had consumed the model's values. Load its weights "
+                    "again; bridge.fit(checkpointer=) and keras.callbacks.BackupAndRestore keep "
+                    "some on disk."
+                )
 
     def _begin_epoch(self, event: EpochBegin) -> None:
         self._steps_in_execution = event.position.batch % int(self.model.steps_per_execution)
@@ -210,7 +227,6 @@ class KerasHook:
         if self.calls.acting:
             self.calls.end_chunk(event)
             self.values.update(event)
-        self._stop_if_asked(event)
 
     def _end_epoch(self, event: EpochEnd) -> None:
         # The data may have changed the model at the end of their epoch.
@@ -231,23 +247,21 @@ class KerasHook:
         if self.kind == "train":
             self._end_training_epoch(event)
         self.values.update(event)
-        self._stop_if_asked(event)
 
     def _end_training_epoch(self, event: EpochEnd) -> None:
-        if self.evaluation is not None and self.evaluation.is_due(event.epoch):
-            for name, value in self.evaluation.run(self.callbacks).items():
+        if self.evaluation is not None:
+            for name, value in self.evaluation(self.model, event.epoch, self.callbacks).items():
                 self.logs[f"val_{name}"] = value
-        self._warn_of_loss(event.epoch)
+        # A train_step of the user's may report one for each output.
+        losses = jax.tree.leaves(self.logs.get("loss"))
+        if not (self._has_warned or all(np.isfinite(np.asarray(loss)).all() for loss in losses)):
+            self._warn_of_loss(event.epoch)
         self.callbacks.on_epoch_end(event.epoch, self.logs)
         # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}
 
     def _warn_of_loss(self, epoch: int) -> None:
         """Warns once of a loss that is not finite."""
-        # A train_step of the user's may report one for each output.
-        losses = jax.tree.leaves(self.logs.get("loss"))
-        if self._has_warned or all(np.isfinite(np.asarray(loss)).all() for loss in losses):
-            return
         self._has_warned = True
         # TerminateOnNaN prints its own message.
         if not any(isinstance(x, keras.callbacks.TerminateOnNaN) for x in flat(self.callbacks)):
@@ -262,7 +276,7 @@ class KerasHook:
         if self.kind == "predict":
             self.callbacks.on_predict_end()
         elif self.kind == "test":
-            self.logs = keras_private.callbacks.as_floats(self.logs)
+            self.logs = keras_private.trainer.as_floats(self.logs)
             self.callbacks.on_test_end(self.logs)
         else:
             self._end_training(event)
@@ -288,13 +302,6 @@ class KerasHook:
         is_due, self.finalizes = self.finalizes, False
         if is_due and isinstance(self.model.optimizer, keras.optimizers.Optimizer):
             self.model.optimizer.finalize_variable_values(self.model.trainable_weights)
-
-    def _stop_if_asked(self, event: Event) -> None:
-        """Stops the run if a callback has asked for it, and not taken that back since."""
-        event.stopped = self.is_stopped
-        # Several processes run until all of them have agreed to stop.
-        if jax.process_count() > 1:
-            self.is_stopped = False
 
     def _last_logs(self) -> PyTree:
         """Returns the logs of the last step."""

@@ -42,26 +42,23 @@ class Evaluation(NamedTuple):
     """The evaluations at the ends of epochs of a fit.
 
     Args:
-      model: The model.
       batches: Returns the data to evaluate on, the same for all evaluations, as in Keras.
       freq: Number of epochs between evaluations, or a list of epochs, counted from 1.
       options: The options of the fit.
     """
 
-    model: keras.Model
     batches: Callable[[], Batches]
     freq: Any
     options: Options
 
-    def is_due(self, epoch: int) -> bool:
-        """Returns True if an epoch, counted from 0, ends with an evaluation."""
-        if isinstance(self.freq, list):
-            return epoch + 1 in self.freq
-        return bool((epoch + 1) % self.freq == 0)
-
-    def run(self, callbacks: Any) -> dict[str, Any]:
-        """Evaluates and returns the metrics. As in Keras, the progress bar is not shown."""
-        return run_evaluate(self.model, self.batches(), callbacks, self.options, quiet=True)
+    def __call__(self, model: keras.Model, epoch: int, callbacks: Any) -> dict[str, Any]:
+        """Returns the metrics after an epoch, counted from 0; none if it has no evaluation."""
+        done = epoch + 1
+        is_due = done in self.freq if isinstance(self.freq, list) else done % self.freq == 0
+        if not is_due:
+            return {}
+        # As in Keras, the progress bar is not shown.
+        return run_evaluate(model, self.batches(), callbacks, self.options, quiet=True)
 
 
 def run_fit(
@@ -98,7 +95,9 @@ def run_fit(
             stack.enter_context(hook.memory.files_restored())
         if saving is not None:
             hook.begin()
-        _handle_events(hook, run)
+        with hook.whole_at_end(run):
+            for event in run.events:
+                hook(event)
     return model.history
 
 
@@ -113,15 +112,11 @@ def run_evaluate(
     with DeferredSignals() as signals:
         hook = KerasHook(model, "test", batches, callbacks, quiet=quiet)
         hook.begin()
-        _handle_events(hook, _begin(hook, options, signals))
+        run = _begin(hook, options, signals)
+        with hook.whole_at_end(run):
+            for event in run.events:
+                hook(event)
     return hook.logs
-
-
-def _handle_events(hook: KerasHook, run: Loop) -> None:
-    """Calls a hook with the events of a run, and leaves the model with all its values."""
-    with _finish_at_end(hook, run), contextlib.closing(run):
-        for event in run.events:
-            hook(event)
 
 
 def run_predict(model: keras.Model, batches: Batches, callbacks: Any, options: Options) -> Any:
@@ -137,7 +132,7 @@ def run_predict(model: keras.Model, batches: Batches, callbacks: Any, options: O
         hook = KerasHook(model, "predict", batches, callbacks)
         hook.begin()
         run = _begin(hook, options, signals)
-        with contextlib.closing(run), _finish_at_end(hook, run):
+        with hook.whole_at_end(run):
             outputs = fetch_outputs(chunks())
     if outputs is None:
         raise ValueError("x: expected at least one batch to predict from, got none")
@@ -157,13 +152,11 @@ def _begin(
     model, kind, batches = hook.model, hook.kind, hook.batches
     step = cached_step(model, kind)
     state, is_jitted = hook.values.read(), not _runs_uncompiled(model)
-    fuse = options.fuse
-    if fuse == "auto" and model.steps_per_execution > 1:
+    fuse, execution = options.fuse, int(model.steps_per_execution)
+    if fuse == "auto" and execution > 1:
         # The user's way to tell Keras how many steps to take between two batch events.
-        fuse = int(model.steps_per_execution)
-    elif fuse == "auto" and not hook.calls.fusible:
-        fuse = 1
-    elif not is_jitted:
+        fuse = execution
+    elif not is_jitted or (fuse == "auto" and not hook.calls.fusible):
         # Uncompiled steps gain nothing from a chunk, and an error would lose those before it.
         fuse = 1
     plan = None
@@ -199,21 +192,6 @@ def _begin(
         # Yields EpochBegin and ChunkBegin as well, at which the hook calls Keras's callbacks.
         like_keras=True,
     )
-
-
-@contextlib.contextmanager
-def _finish_at_end(hook: KerasHook, run: Loop) -> Iterator[None]:
-    """Context manager: leaves the model with all its values, however the run ends."""
-    try:
-        yield
-    except BaseException as error:
-        if not hook.finish(run):
-            error.add_note(
-                "The program that failed had consumed the model's values. Load its weights again; "
-                "bridge.fit(checkpointer=) and keras.callbacks.BackupAndRestore keep some on disk."
-            )
-        raise
-    hook.finish(run)
 
 
 def _runs_uncompiled(model: keras.Model) -> bool:

@@ -51,9 +51,6 @@ class Lookahead(Generic[T]):
 
     def take(self, limit: int) -> Iterator[T]:
         """Yields the next item, and at most `limit` in all that can be stacked with it."""
-        return itertools.islice(self._run(), limit)
-
-    def _run(self) -> Iterator[T]:
         first, self._next = self.peek(), None
         if first is None:
             return
@@ -61,7 +58,7 @@ class Lookahead(Generic[T]):
         signature = self._signature(first)
         yield first
         try:
-            for item in self._items:
+            for item in itertools.islice(self._items, limit - 1):
                 if self._signature(item) != signature:
                     self._next = item
                     return

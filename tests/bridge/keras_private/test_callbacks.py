@@ -5,7 +5,6 @@ from bridge import keras_private  # isort: skip  # before keras: it chooses the 
 from unittest import mock
 
 import keras
-import numpy as np
 
 from tests.bridge.keras_private.models import compiled
 
@@ -91,11 +90,3 @@ def test_tensorboard_goes_on_counting(tmp_path):
     again = keras.callbacks.TensorBoard(tmp_path)
     keras_private.callbacks.restore(again, keras_private.callbacks.state(board))
     assert again._global_train_batch == 5
-
-
-def test_logs_are_flat_sorted_and_of_floats():
-    logs = {"b": np.float32(2), "a": {"d": keras.ops.ones(()), "c": 1}, "e": "text"}
-    found = keras_private.callbacks.as_floats({**logs, "rows": keras.ops.ones((2, 2))})
-    assert isinstance(found.pop("rows"), np.ndarray)
-    assert list(found.items()) == [("c", 1.0), ("d", 1.0), ("b", 2.0), ("e", "text")]
-    assert [type(x) for x in found.values()] == [float, float, float, str]

@@ -2,6 +2,8 @@
 
 from bridge import keras_private  # isort: skip  # before keras: it chooses the backend
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -20,15 +22,16 @@ def test_array_adapter_is_read_in_the_order_of_its_own_iterator(shuffle):
     np.random.seed(0)
     theirs = [x for x, _ in iterator.data_adapter.get_jax_iterator()]
     np.random.seed(0)
-    ours = [iterator.arrays.take(rows)[0] for rows in iterator.arrays]
+    ours = [iterator.arrays.take([rows])[0][0] for rows in iterator.arrays]
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-def test_whole_batches_leaves_a_smaller_last_one_out():
-    assert keras_private.data.full_batches(epochs()) == 2
-    assert keras_private.data.full_batches(epochs(batch_size=5)) == 2
-    assert keras_private.data.full_batches(epochs(steps_per_epoch=2)) == 2
+def test_the_sizes_of_batches_are_those_of_its_own_iterator():
+    for size, examples in itertools.product((4, 5, 10, 12), (10, 1)):
+        found = epochs(x=np.ones((examples, 3)), y=np.ones(examples), batch_size=size)
+        lengths = [len(x) for x, _ in found.data_adapter.get_jax_iterator()]
+        assert found.arrays.sizes == sorted(set(lengths), reverse=True)
 
 
 def test_train_validation_split_takes_the_last_part():
@@ -44,6 +47,7 @@ def batches_of(found, number):
 def test_an_iterator_that_lasts_for_epochs_is_found_again(shuffle):
     np.random.seed(0)
     straight = epochs(steps_per_epoch=1, shuffle=shuffle)
+    straight.is_tracked = True
     for _ in range(2):
         for _, _, iterator in straight:
             batches_of(iterator, 1)
@@ -60,10 +64,10 @@ def test_arrays_are_described_by_what_makes_their_batches():
     found = keras_private.data.fingerprint(epochs(shuffle="batch"))
     assert found["data"] == "ArrayDataAdapter"
     assert (found["examples"], found["batch_size"], found["shuffle"]) == (10, 4, "batch")
-    assert found["arrays"][0] == "float64[3]"
+    assert found["arrays"][0] == "float32[3]"
 
 
-def test_a_data_frame_is_described_by_the_dtypes_of_its_columns():
+def test_a_data_frame_is_described_by_the_dtype_of_its_batches():
     frame = pytest.importorskip("pandas").DataFrame({"a": [1, 2], "b": [0.5, 1.5], "c": [3, 4]})
     found = keras_private.data.fingerprint(epochs(x=frame, y=np.ones(2)))
-    assert found["arrays"][0] == "float64, int64[3]"
+    assert found["arrays"][0] == "float32[3]"

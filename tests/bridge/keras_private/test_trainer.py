@@ -100,3 +100,11 @@ def test_values_of_an_earlier_batch_are_forgotten() -> None:
     keras.callbacks.Callback().set_model(model)
     model.jax_state_sync()
     assert (model.get_weights()[0] == 7).all()
+
+
+def test_logs_are_flat_sorted_and_of_floats():
+    logs = {"b": np.float32(2), "a": {"d": keras.ops.ones(()), "c": 1}, "e": "text"}
+    found = keras_private.trainer.as_floats({**logs, "rows": keras.ops.ones((2, 2))})
+    assert isinstance(found.pop("rows"), np.ndarray)
+    assert list(found.items()) == [("c", 1.0), ("d", 1.0), ("b", 2.0), ("e", "text")]
+    assert [type(x) for x in found.values()] == [float, float, float, str]

@@ -153,6 +153,7 @@ def test_strings_are_found_wherever_they_are(strings: Any) -> None:
         (ft.ArrayLoader((X, Y), 8), "Unrecognized data type"),
         ((X, Y[:16]), "cardinality"),
         ((X[:0], Y[:0]), "at least one batch"),
+        ((None, None), "x: expected arrays, a dataset, a loader or a generator, got"),
     ],
 )
 def test_validation_data_that_cannot_be_evaluated_are_found_before_the_first_step(
