@@ -16,7 +16,15 @@ from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_carry, strong
 from functrain.engine._placement import sharding_of_scalars
 from functrain.engine._processes import require_same_program
-from functrain.engine._programs import TRAINING, Kind, Program, count_on, loop_options, program
+from functrain.engine._programs import (
+    TRAINING,
+    Kind,
+    LoopOptions,
+    Program,
+    count_on,
+    loop_options,
+    program,
+)
 from functrain.rewrites import Mode
 from functrain.rewrites._compile import jit_without_arithmetic
 from functrain.step._notes import error_notes
@@ -64,8 +72,8 @@ class Driver:
     put_chunk: Callable[[PyTree], PyTree] | None = None
 
     def __post_init__(self) -> None:
-        # Raises for a mode of rewrites that does not exist, before anything is computed.
-        self._options = loop_options((), rewrites=self.rewrites)
+        self._options: LoopOptions | None = None
+        # By K, and whether all K steps are taken.
         self._programs: dict[tuple[int, bool], Program] = {}
         # Programs, and shapes of batches, that were compared with those of the other processes.
         self._compared_programs: list[tuple[Program, Any]] = []
@@ -92,7 +100,13 @@ class Driver:
         if self.put_chunk is not None:
             chunk = chunk._replace(batches=self.put_chunk(chunk.batches))
         if self.jit:
-            compiled = self._program(chunk.k, chunk.steps == chunk.k)
+            is_full = chunk.steps == chunk.k
+            compiled = self._programs.get((chunk.k, is_full))
+            if compiled is None:
+                assert self._options is not None, "`begin` comes first"
+                options = self._options.with_steps(chunk.k, is_full=is_full)
+                compiled = program(self.step, self.kind, options)
+                self._programs[chunk.k, is_full] = compiled
             batches = _tree.put_if_guarded(chunk.batches, self._scalars)
             args = (self.carry, batches, count_on(self._scalars, chunk.steps), *self._const)
             if jax.process_count() > 1:
@@ -130,12 +144,6 @@ class Driver:
         except Exception:
             return False
         return not any(map(_tree.is_deleted, jax.tree.leaves(self.carry)))
-
-    def _program(self, k: int, is_full: bool) -> Program:
-        if (k, is_full) not in self._programs:
-            options = self._options.with_steps(k, is_full=is_full)
-            self._programs[k, is_full] = program(self.step, self.kind, options)
-        return self._programs[k, is_full]
 
     def _run_uncompiled(self, chunk: Chunk) -> PyTree:
         body, rows, carry = self.kind.body(self.step), [], self.carry

@@ -194,10 +194,15 @@ def cached_program(step: Any, key: Hashable, build: Callable[[Callable[[], Any]]
       build: Given a function that returns the step, makes the program. The program must reach the
         step only through that function: a strong reference would keep the step alive.
     """
-    owner, key, get_step = _owner_of_step(step, key)
-    entry = _entry_of(owner)
-    attributes = _attributes(owner)
-    if entry is None:
+    owner: Any = step
+    get_step: Callable[[Any], Any] = lambda owner: owner  # noqa: E731
+    # Python makes a new bound method at each attribute access, so the object it is bound to counts.
+    if isinstance(step, types.MethodType):
+        owner, key = step.__self__, (step.__func__, key)
+        get_step = functools.partial(types.MethodType, step.__func__)
+    attributes, entry = _attributes(owner), _entries.get(id(owner))
+    # An id is used again once its object is gone, so the reference has to agree.
+    if entry is None or entry.owner() is not owner:
         try:
             entry = _entries[id(owner)] = _Entry(weakref.ref(owner), {}, attributes)
         except TypeError:
@@ -209,13 +214,6 @@ def cached_program(step: Any, key: Hashable, build: Callable[[Callable[[], Any]]
     if key not in entry.programs:
         entry.programs[key] = build(lambda: get_step(entry.get_owner()))
     return entry.programs[key]
-
-
-def _entry_of(owner: Any) -> _Entry | None:
-    """Returns the entry of an object; None if nothing was traced for it."""
-    entry = _entries.get(id(owner))
-    # An id is used again once its object is gone, so the reference has to agree.
-    return entry if entry is not None and entry.owner() is owner else None
 
 
 def _attributes(owner: Any) -> dict[str, Any]:
@@ -242,13 +240,6 @@ def compute_metrics(step: Any, metrics: PyTree) -> Any:
     return cached_program(step, "compute", lambda get: jit(lambda m: get().values(m)))(metrics)
 
 
-def has_programs(step: Any) -> bool:
-    """Returns True if a step has run before, so that it was checked."""
-    owner, _, _ = _owner_of_step(step, ())
-    entry = _entry_of(owner)
-    return entry is not None and bool(entry.programs)
-
-
 def initial_metrics(step: Any, state: PyTree) -> PyTree:
     """Returns the states of a step's metrics before the first batch; copy them for a program."""
     key = "initial metrics", _tree.signature(state)
@@ -267,12 +258,3 @@ def _trace_names(step: Any) -> frozenset[str]:
         values = jax.eval_shape(step.metrics.compute, jax.eval_shape(step.metrics.init))
     _tree.require_scalars(values)
     return frozenset(path for path, _ in _tree.leaves_with_path(values))
-
-
-def _owner_of_step(step: Any, key: Hashable) -> tuple[Any, Hashable, Callable[[Any], Any]]:
-    """Returns the object whose lifetime counts, the cache key, and a function back to the step."""
-    # Python makes a new bound method at each attribute access, so the object it is bound to counts.
-    if isinstance(step, types.MethodType):
-        function = step.__func__
-        return step.__self__, (function, key), lambda owner: types.MethodType(function, owner)
-    return step, key, lambda step: step

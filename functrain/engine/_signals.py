@@ -46,7 +46,8 @@ class DeferredSignals:
         self._is_over = False
         # Only a handler of Python's is replaced by a block, so that of the outermost is in place.
         owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-        is_enclosed = isinstance(owner, DeferredSignals) and _is_main_thread()
+        is_main = threading.current_thread() is threading.main_thread()
+        is_enclosed = isinstance(owner, DeferredSignals) and is_main
         self._enclosing: DeferredSignals | None = owner if is_enclosed else None
 
     @property
@@ -57,7 +58,7 @@ class DeferredSignals:
     def __enter__(self) -> Self:
         """Begins to defer the signals."""
         # Python sets handlers in the main thread only.
-        if not _is_main_thread():
+        if threading.current_thread() is not threading.main_thread():
             return self
         # Another handler of Ctrl-C, such as a notebook's or a framework's, is left in place.
         has_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -79,10 +80,8 @@ class DeferredSignals:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Restores the previous handlers, and handles a pending signal."""
-        if not _is_main_thread():
-            self._is_over = True
-            return
         try:
+            # There are none outside of the main thread.
             for number in self._handlers:
                 # Of two blocks that overlap, the second one stays in place when the first one ends.
                 if signal.getsignal(number) == self._defer:
@@ -92,8 +91,7 @@ class DeferredSignals:
             # when its own handler is back, this one may stay in place for SIGTERM and passes it on.
             self._is_over = True
         if error is None or isinstance(error, Exception):
-            # Not those of an enclosing block, whose run may save itself first.
-            self._handle_own()
+            self.handle_pending()
             return
         # An exception is on its way that must not be replaced, so a pending signal is sent again
         # and handled afterwards. Python discards what is raised while a generator is closed.
@@ -104,19 +102,17 @@ class DeferredSignals:
 
     def handle_pending(self) -> None:
         """Handles a pending signal now, which usually raises."""
-        self._handle_own()
-        if (enclosing := self._enclosing_pending()) is not None:
-            enclosing.handle_pending()
-
-    def _handle_own(self) -> None:
         number, self.pending = self.pending, None
         if number is not None:
             self._handle(number, None)
+        if (enclosing := self._enclosing_pending()) is not None:
+            enclosing.handle_pending()
 
     def _enclosing_pending(self) -> "DeferredSignals | None":
         """Returns the block that this one is within, if it has a signal to handle here."""
         enclosing = self._enclosing
-        if enclosing is None or enclosing.pending is None or self._kind == "run":
+        # At its end, a block leaves it to the enclosing one, whose run may save itself first.
+        if enclosing is None or enclosing.pending is None or self._kind == "run" or self._is_over:
             return None
         waits = self._kind == "pass" and enclosing._saves
         return None if waits else enclosing
@@ -160,10 +156,6 @@ class DeferredSignals:
                     "\nStopping after the current program. Press Ctrl-C again to stop at once.",
                     file=sys.stderr,
                 )
-
-
-def _is_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def has_preemption_service() -> bool:

@@ -136,9 +136,19 @@ class HookRunner:
         return list({id(hook): hook for hook in hooks}.values())
 
     def __call__(self, event: Event) -> None:
-        """Calls the hooks that are due."""
+        """Calls the hooks that are due; those without a schedule with every event."""
+        step, epoch, _ = event.position
+        epochs = epoch + 1 if isinstance(event, EpochEnd) else None
         for i, hook in enumerate(self._called_hooks):
-            if _is_due(hook, event, time.perf_counter() - self._last_call_times[i]):
+            every: Trigger | None = getattr(hook, "every", None)
+            seconds = time.perf_counter() - self._last_call_times[i]
+            if every is None:
+                is_due = True
+            elif isinstance(event, RunEnd):
+                is_due = getattr(without_schedule(hook), "acts_at_end", False)
+            else:
+                is_due = every.due(step, epochs, seconds)
+            if is_due:
                 # Set before the call, so that the time a hook takes counts towards its interval.
                 self._last_call_times[i] = time.perf_counter()
                 hook(event)
@@ -191,14 +201,3 @@ class HookRunner:
                 if hasattr(hook, "begin"):
                     hook.begin()
             yield
-
-
-def _is_due(hook: Any, event: Event, seconds: float) -> bool:
-    """Returns True if a hook gets an event, a number of seconds after the last one that it got."""
-    every: Trigger | None = getattr(hook, "every", None)
-    if every is None:
-        return True
-    if isinstance(event, RunEnd):
-        return getattr(without_schedule(hook), "acts_at_end", False)
-    epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-    return every.due(event.step, epochs, seconds)

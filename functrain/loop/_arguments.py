@@ -27,7 +27,7 @@ from functrain.engine._fuse import Fused
 from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position, require_position
 from functrain.engine._processes import require_same_run
-from functrain.engine._programs import has_programs
+from functrain.engine._programs import cached_program
 from functrain.engine._trigger import Trigger
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
@@ -203,9 +203,8 @@ def require_training_step(step: Any) -> None:
 
     Steps that only evaluate, and fused steps, are rejected as well.
     """
-    # Reading the signature of a function takes a tenth of a short fit.
-    if not has_programs(step):
-        check_step(step)
+    # What is cached is that there was no error: reading a signature takes a tenth of a short fit.
+    cached_program(step, "checked", lambda _: check_step(step))
     if isinstance(step, MeteredStep) and not step.trains:
         raise TypeError(
             "step: expected a step that trains, from functrain.train_step(loss_fn, tx), got one "

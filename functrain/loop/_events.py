@@ -208,23 +208,16 @@ class ChunkEnd(Event):
         """Returns the scalar logs of the last step, for a population `f64[N]` each. Waits."""
         return {name: to_floats(x[-1]) for name, x in self.host_logs().items()}
 
-    def start_copy(self) -> None:
-        """Starts to copy the scalar logs to the host, so that `host_logs` waits less later."""
-        for x in self.scalar_logs().values():
-            # On CPUs the host reads the memory of the device.
-            if isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu":
-                x.copy_to_host_async()
-
     def scalar_logs(self) -> dict[str, Any]:
         """Returns the logs that are one real number a step, or member and step, on the device."""
         leaves, structure = jax.tree.flatten(self.rows)
         # Making path strings is slow, and they are the same for every chunk.
         if structure not in self._log_names:
-            self._log_names[structure] = [
-                (i, name_of(path))
-                for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self.rows))
-                if is_scalar_per_step(x, self._of_members)
-            ]
+            names = self._log_names[structure] = []
+            for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self.rows)):
+                is_real = not (_tree.is_key(x) or jnp.issubdtype(x.dtype, jnp.complexfloating))
+                if is_real and x.ndim == (2 if self._of_members else 1):
+                    names.append((i, name_of(path)))
         return {name: leaves[i] for i, name in self._log_names[structure]}
 
 
@@ -236,12 +229,6 @@ def fetch_rows(rows: PyTree, steps: int) -> PyTree:
 def row_of_step(rows: PyTree, i: int) -> PyTree:
     """Returns the outputs of the i-th step."""
     return jax.tree.map(lambda x: x[i], rows)
-
-
-def is_scalar_per_step(rows: Any, of_members: bool = False) -> bool:
-    """Returns True if the log is one real number a step (a member of a population)."""
-    is_real = not (_tree.is_key(rows) or jnp.issubdtype(rows.dtype, jnp.complexfloating))
-    return is_real and rows.ndim == (2 if of_members else 1)
 
 
 @dataclasses.dataclass(eq=False)
@@ -260,7 +247,10 @@ class LateLogs:
         """Passes on the logs of the chunk before an event. Waits until its program has run."""
         chunk = event if self.receivers and isinstance(event, ChunkEnd) else None
         if chunk is not None:
-            chunk.start_copy()
+            for x in chunk.scalar_logs().values():
+                # On CPUs the host reads the memory of the device.
+                if isinstance(x, jax.Array) and next(iter(x.devices())).platform != "cpu":
+                    x.copy_to_host_async()
         # Assigned first: if a receiver raises an error, the next logs are passed on at the end.
         pending, self.pending = self.pending, chunk
         if pending is not None:

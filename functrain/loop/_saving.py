@@ -88,8 +88,9 @@ class Saving:
 
     def is_due(self, event: Event) -> bool:
         """Returns True if the run should be saved after an event."""
-        epochs = event.epoch + 1 if isinstance(event, EpochEnd) else None
-        is_due = self.trigger.due(event.step, epochs, time.perf_counter() - self._last_save_time)
+        step, epoch, _ = event.position
+        epochs = epoch + 1 if isinstance(event, EpochEnd) else None
+        is_due = self.trigger.due(step, epochs, time.perf_counter() - self._last_save_time)
         return is_due or (epochs is not None and self._checkpointer._is_improved(event.values))
 
     def save(

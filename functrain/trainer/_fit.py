@@ -155,6 +155,7 @@ def fit(
       200 3.0 200
     """
     require_one_of("history", history, ("steps", "epochs"))
+    require_one_of("verbose", verbose, ("auto", "bar", "lines", 0, 1, 2))
     runner = HookRunner(hooks)
     if (eval_data is None) != (eval_step is None):
         raise ValueError(
@@ -220,23 +221,25 @@ def fit(
 
 def _handle_events(loop: Loop, runner: HookRunner, recorder: Recorder, verbose: Verbose) -> None:
     """Calls hooks, recorder and progress report with the events of a run."""
+    progress: ProgressReport | None = None
     # Of several processes, only one reports.
-    verbose = verbose if jax.process_index() == 0 else 0
-    progress = ProgressReport(
-        loop.epochs, loop.batches.steps, verbose, loop.position, resumed=loop.resumed
-    )
+    if verbose != 0 and jax.process_index() == 0:
+        progress = ProgressReport(
+            loop.epochs, loop.batches.steps, verbose, loop.position, resumed=loop.resumed
+        )
+    shown = progress or contextlib.nullcontext()
     # The hooks of a finished fit have handled its end, and their values are in its history.
     if loop.resumed is not None and loop.resumed.finished:
-        with contextlib.closing(loop), progress:
+        with contextlib.closing(loop), shown:
             return
     # The run is closed first, which may save it with the states of the hooks.
-    with runner.running(), progress, contextlib.closing(loop):
+    with runner.running(), shown, contextlib.closing(loop):
         for event in loop.events:
             # Hooks see the means of an epoch, and the recorder keeps the values that hooks add.
             recorder.before(event)
             runner(event)
             recorder.after(event)
-            if not progress.is_silent:
+            if progress is not None:
                 progress(event, recorder)
 
 

@@ -7,7 +7,6 @@ from typing import Any, Literal, Self, TypeAlias
 import jax
 from rich.console import Console
 
-from functrain.common._checks import require_one_of
 from functrain.common._log_values import SumOfWeights, format_value, to_values
 from functrain.common._types import PyTree
 from functrain.engine._position import Position
@@ -29,13 +28,10 @@ class ProgressReport:
       epochs: The total number of epochs.
       steps_per_epoch: The number of steps per epoch, if known.
       verbose: ``"auto"`` shows a bar in a terminal or notebook and prints lines elsewhere;
-        ``"bar"`` or 1, ``"lines"`` or 2 choose one of them; 0 is silent.
+        ``"bar"`` or 1, ``"lines"`` or 2 choose one of them.
       start: The position at which the fit starts or resumes.
       console: The console to write to; standard output by default.
       resumed: The checkpoint that the fit resumes from, if any, which is reported first.
-
-    Attributes:
-      is_silent: True if nothing is shown.
     """
 
     def __init__(
@@ -50,8 +46,8 @@ class ProgressReport:
     ) -> None:
         self._resumed = resumed
         self._console = console or Console()
-        self._style = _style(verbose, self._console)
-        self.is_silent = self._style == "none"
+        is_interactive = self._console.is_terminal or self._console.is_jupyter
+        self._shows_bar = is_interactive if verbose == "auto" else verbose in ("bar", 1)
         self._epochs = epochs
         self._total = steps_per_epoch
         self._bar: Bar | None = None
@@ -61,9 +57,9 @@ class ProgressReport:
 
     def __enter__(self) -> Self:
         """Reports the checkpoint that is resumed, and shows the bar, if any."""
-        if self._resumed and not self.is_silent:
+        if self._resumed:
             self._print(self._resumed.describe())
-        if self._style == "bar" and not (self._resumed and self._resumed.finished):
+        if self._shows_bar and not (self._resumed and self._resumed.finished):
             self._show()
         return self
 
@@ -105,11 +101,11 @@ class ProgressReport:
             self._bar.update(total=self._steps, completed=self._steps, values=text)
             self._bar.stop()
             self._bar = None
-        elif self._style == "lines":
+        elif not self._shows_bar:
             self._print(f"{self._title}  {self._steps} steps  {text}")
         self._begin(event.epoch + 1)
         # The bar of the next epoch is shown at once, unless this epoch was the last.
-        if self._style == "bar" and event.epoch + 1 < self._epochs and not event.stopped:
+        if self._shows_bar and event.epoch + 1 < self._epochs and not event.stopped:
             self._show()
 
     def _print(self, line: str) -> None:
@@ -131,11 +127,3 @@ class ProgressReport:
         seconds = max(time.perf_counter() - self._start_time, 1e-9)
         texts = [f"{name} {format_value(value)}" for name, value in values.items()]
         return "  ".join([f"{self._examples / seconds:,.0f} {self._unit}/s", *texts])
-
-
-def _style(verbose: Verbose, console: Console) -> str:
-    """Returns "bar", "lines" or "none"."""
-    require_one_of("verbose", verbose, ("auto", "bar", "lines", 0, 1, 2))
-    if verbose == "auto":
-        return "bar" if console.is_terminal or console.is_jupyter else "lines"
-    return verbose if isinstance(verbose, str) else ("none", "bar", "lines")[verbose]

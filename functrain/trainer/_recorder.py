@@ -16,7 +16,6 @@ from functrain.common._log_values import (
     to_floats,
     to_values,
 )
-from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._finite import LossWatch
@@ -68,7 +67,13 @@ class Recorder:
         if not self._has_steps:
             self._has_steps = True
             self.first_steps_seconds = time.perf_counter() - self._start_time
-            _warn_of_complex(event.rows)
+            # A history leaves them out.
+            complex_names = [n for n, x in _tree.leaves_with_path(event.rows) if np.iscomplexobj(x)]
+            if complex_names:
+                warn(
+                    f"logs: expected real numbers, got complex {complex_names}. Log jnp.real(x) "
+                    "and jnp.imag(x)."
+                )
         # In the order in which the history and the progress report show them. Copies: a view would
         # keep device buffers alive.
         logs = {name: logs[name].copy() for name in sorted(logs, key=_rank)}
@@ -95,9 +100,8 @@ class Recorder:
         if isinstance(event, EpochEnd):
             values = {**to_values(event.metrics()), **self._means()}
             event.values |= {name: values[name] for name in sorted(values, key=_rank)}
-            self._parts += _merge(self._epoch_parts)
+            self._keep(self._epoch_parts)
             self._epoch_parts = []
-            self._drop_steps()
 
     def after(self, event: Event) -> None:
         """Records the event's values, including those that hooks have added."""
@@ -114,12 +118,12 @@ class Recorder:
             values = dict(event.values)
             # A log or a metric of the user's may have this name.
             values.setdefault("seconds", now - self._epoch_start_time)
-            self._epochs.append({"step": event.step, "values": values})
+            self._epochs.append({"step": event.position.step, "values": values})
             self._epoch_start_time = now
         elif self._keeps_steps:
             for name, value in event.values.items():
                 points = self._within_epochs.setdefault(name, {"steps": [], "values": []})
-                points["steps"].append(event.step)
+                points["steps"].append(event.position.step)
                 points["values"].append(value)
 
     def state(self) -> dict[str, Any]:
@@ -149,11 +153,10 @@ class Recorder:
             logs = {kinds.get(name, str)(name): x for name, x in part["logs"].items()}
             return _Part(part["examples"], logs)
 
-        self._first_step = state["first_step"]
-        self._parts = list(map(restored, state["parts"]))
-        self._epoch_parts = list(map(restored, state["epoch_parts"]))
+        self._first_step, self._parts = state["first_step"], []
         # The checkpoint may have been saved by a fit that keeps the steps of earlier epochs.
-        self._drop_steps()
+        self._keep(list(map(restored, state["parts"])))
+        self._epoch_parts = list(map(restored, state["epoch_parts"]))
         self._epochs = state["epochs"]
         self._within_epochs = state["within_epochs"] if self._keeps_steps else {}
         self._epoch_start_time = time.perf_counter() - state["epoch_seconds"]
@@ -184,11 +187,12 @@ class Recorder:
             epoch_ends=np.array([epoch["step"] for epoch in finished_epochs], np.int64),
         )
 
-    def _drop_steps(self) -> None:
-        """Drops the logs of the epochs before, unless they are kept."""
-        if not self._keeps_steps:
-            self._first_step += sum(len(part.examples) for part in self._parts)
-            self._parts = []
+    def _keep(self, parts: Sequence["_Part"]) -> None:
+        """Keeps the logs of an epoch that is over, or only counts its steps."""
+        if self._keeps_steps:
+            self._parts += _merge(parts)
+        else:
+            self._first_step += sum(len(part.examples) for part in parts)
 
     def _means(self) -> dict[str, Any]:
         """Returns the means of the logs of an epoch, weighted by the examples of the steps."""
@@ -202,16 +206,8 @@ class Recorder:
             # Sums of weights are the weights of the other logs.
             elif not isinstance(name, SumOfWeights):
                 examples = np.concatenate([part.examples for part in parts])
-                weights = _weights(name, rows, examples, is_reported)
-                means[name] = to_floats(_mean(name, x.astype(np.float64), weights))
+                means[name] = to_floats(_mean(name, rows, examples, is_reported))
         return means
-
-
-def _warn_of_complex(rows: PyTree) -> None:
-    """Warns of logs that are complex numbers, which a history leaves out."""
-    names = [name for name, x in _tree.leaves_with_path(rows) if np.iscomplexobj(x)]
-    if names:
-        warn(f"logs: expected real numbers, got complex {names}. Log jnp.real(x) and jnp.imag(x).")
 
 
 class _Part(NamedTuple):
@@ -254,35 +250,32 @@ def _columns(parts: Sequence[_Part]) -> dict[str, np.ndarray]:
     return columns
 
 
-def _weights(
+def _mean(
     name: str, rows: dict[str, np.ndarray], examples: np.ndarray, is_reported: np.ndarray
 ) -> np.ndarray:
-    """Returns the weight of each step in the mean of a log, `[steps, 1]` or `[steps, members]`.
+    """Returns the mean of a log over the steps that reported it, for each member.
 
     A step's weight is its sum of weights if the loss is divided by one, otherwise its number of
     examples. Skipped steps have weight 0, unless all steps were skipped.
     """
-    counts = examples[:, None]
+    # All of these are [steps, 1] or [steps, members].
+    values = rows[name].astype(np.float64).reshape(len(examples), -1)
+    counts, is_reported = examples[:, None], is_reported[:, None]
     for sums in _log_values.nearest(name, [x for x in rows if isinstance(x, SumOfWeights)]):
         counts = rows[sums].reshape(len(examples), -1)
         # A member that was stopped reports NaN.
         counts = np.where(np.isnan(counts), 1.0, counts)
-    is_applied = is_reported[:, None]
+    is_applied = is_reported
     for count in _log_values.skip_counts(name, rows):
         is_applied = is_applied & ~(rows[count].reshape(len(examples), -1) > 0)
-    is_applied = np.where(is_applied.any(0), is_applied, is_reported[:, None])
-    weights: np.ndarray = is_applied * counts
-    return np.where(weights.any(0), weights, is_applied)
-
-
-def _mean(name: str, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Returns the weighted mean over steps; values with weight 0 may be NaN."""
-    members = values.reshape(len(values), -1)
-    weights = np.broadcast_to(weights, members.shape)
-    sums = np.sum(np.where(weights == 0, 0.0, members) * weights, axis=0)
+    is_applied = np.where(is_applied.any(0), is_applied, is_reported)
+    weights = is_applied * counts
+    weights = np.where(weights.any(0), weights, is_applied)
+    # Values with weight 0 may be NaN.
+    total = np.sum(np.where(weights == 0, 0.0, values) * weights, axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        means: np.ndarray = sums / weights.sum(0)
-    return means.reshape(values.shape[1:])
+        means: np.ndarray = total / np.broadcast_to(weights, values.shape).sum(0)
+    return means.reshape(rows[name].shape[1:])
 
 
 def _stack(values: Sequence[Any]) -> np.ndarray:
