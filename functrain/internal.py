@@ -29,7 +29,6 @@ from functrain.data._lookahead import Lookahead as Lookahead
 from functrain.data._stack import copy_batch as copy_batch
 from functrain.data._stack import pad_chunk as pad_chunk
 from functrain.data._stack import stack_batches as stack_batches
-from functrain.engine._driver import copy_arrays as copy_arrays
 from functrain.engine._guards import add_guard as add_guard
 from functrain.engine._placement import chunk_placer as chunk_placer
 from functrain.engine._placement import require_divisible as require_divisible

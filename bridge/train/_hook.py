@@ -20,10 +20,10 @@ from functrain.internal import (
     EpochBegin,
     Loop,
     PyTree,
-    copy_arrays,
     fetch_rows,
     is_number,
     row_of_step,
+    tree,
     warn,
 )
 
@@ -199,7 +199,7 @@ class KerasHook:
             # The callbacks began this epoch before the checkpoint was written. They have to begin
             # it again, and the changes that they make to the model are undone. They get copies,
             # since Keras's evaluate and predict donate the model's arrays.
-            self.values.push(copy_arrays(event.state))
+            self.values.push(tree.copy(event.state))
             self.callbacks.on_epoch_begin(event.epoch)
         self.values.push(event.state)
         memory.restore_callbacks()
@@ -290,7 +290,7 @@ class KerasHook:
         # The run saves its own arrays after this event, and Keras donates those of the model if a
         # callback evaluates or predicts.
         if self.memory is not None:
-            self.values.push(copy_arrays(self.values.read()))
+            self.values.push(tree.copy(self.values.read()))
         self._finalize()
         self.callbacks.on_train_end(logs=self.logs)
         # Other final values are saved beside the state from which a longer fit continues.

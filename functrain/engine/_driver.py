@@ -3,7 +3,7 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,23 +26,11 @@ from functrain.engine._programs import (
     program,
 )
 from functrain.rewrites import Mode
-from functrain.rewrites._compile import jit_without_arithmetic
 from functrain.step._notes import error_notes
 
 # How many programs may be in flight before the driver waits for the oldest: enough to keep a
 # device busy, few enough to bound memory and the time an interrupt takes.
 RUN_AHEAD = 2
-
-
-@contextlib.contextmanager
-def _uncompiled(step: Any) -> Iterator[None]:
-    """Context manager: runs a step operation by operation, under the guards of a program."""
-    # Such a step compiles parts of itself, which stay compiled, as in Keras.
-    if traits_of(step).stays_compiled:
-        yield
-        return
-    with tracing_guards(), jax.disable_jit():
-        yield
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -149,7 +137,12 @@ class Driver:
         body, rows, carry = self.kind.body(self.step), [], self.carry
         for i in range(chunk.steps):
             batch = jax.tree.map(lambda x, i=i: jnp.asarray(x[i]), chunk.batches)
-            with error_notes(batch), _uncompiled(self.step):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(error_notes(batch))
+                # Such a step compiles parts of itself, which stay compiled, as in Keras.
+                if not traits_of(self.step).stays_compiled:
+                    stack.enter_context(tracing_guards())
+                    stack.enter_context(jax.disable_jit())
                 new_carry, row = body(carry, batch, *self._const)
             check_carry(carry, new_carry)
             carry = strong(new_carry)
@@ -158,28 +151,3 @@ class Driver:
         # both those from before the chunk.
         self.carry = carry
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *rows)
-
-
-def copy_arrays(tree: PyTree) -> PyTree:
-    """Copies a tree of jax arrays in one program; the copies are strongly typed.
-
-    Every leaf gets its own buffer and keeps its sharding. `functrain.common._tree.copy` also takes
-    leaves that are not jax arrays.
-    """
-    copies = _copy_arrays(tree)
-    return jax.tree.map(_restore_sharding, copies, tree) if jax.device_count() > 1 else copies
-
-
-@jit_without_arithmetic
-def _copy_arrays(tree: PyTree) -> PyTree:
-    # `jnp.array` with a dtype drops a weak type, which a step could make strong: its program would
-    # be compiled twice.
-    return jax.tree.map(
-        lambda x: jnp.copy(x) if _tree.is_key(x) else jnp.array(x, dtype=x.dtype, copy=True), tree
-    )
-
-
-def _restore_sharding(copy: jax.Array, original: jax.Array) -> jax.Array:
-    """Gives a copy the sharding of the original as that spells it: P(None), not P()."""
-    is_named = isinstance(original.sharding, jax.sharding.NamedSharding)
-    return _tree.device_put(copy, original.sharding) if is_named else copy

@@ -120,10 +120,8 @@ def _put_shards(x: Any, sharding: NamedSharding) -> Any:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def require_divisible(batches: Batches, sharding: NamedSharding | None) -> None:
+def require_divisible(batches: Batches, sharding: NamedSharding) -> None:
     """Raises ValueError if devices cannot divide batches evenly, for shapes known in advance."""
-    if sharding is None:
-        return
     expected = f"batches that divide evenly over {sharding.spec} of the mesh"
     advice = (
         "Choose a batch size that is a multiple of the number of devices, and in training "

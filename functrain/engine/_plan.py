@@ -194,16 +194,6 @@ def nbytes(tree: PyTree) -> int:
     return total
 
 
-def prediction_interval(steps: int | None) -> int | None:
-    """Returns the most steps of a program that predicts, given the steps in all.
-
-    Examples:
-      >>> prediction_interval(128), prediction_interval(3), prediction_interval(None)
-      (32, 1, None)
-    """
-    return None if steps is None else max(1, steps // PREDICTING_PROGRAMS)
-
-
 def chunks(
     batches: Batches,
     plan: Plan,

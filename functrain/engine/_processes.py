@@ -52,12 +52,12 @@ def require_same_program(program: Any, args: tuple[PyTree, ...]) -> None:
     )
 
 
-def require_same_run(batches: Batches, sharding: NamedSharding | None, **arguments: Any) -> None:
+def require_same_run(batches: Batches, sharding: NamedSharding, **arguments: Any) -> None:
     """Raises ValueError in every process unless all have the same data, sharding and arguments.
 
     It runs before the first program, and names what differs.
     """
-    if sharding is None or sharding.is_fully_addressable:
+    if sharding.is_fully_addressable:
         return
     facts = {**batches.fingerprint()}
     facts["sharding"] = f"{sharding.spec} over {dict(sharding.mesh.shape)}"

@@ -1,7 +1,6 @@
 """Evaluation during training."""
 
 import dataclasses
-from collections.abc import Iterable
 from typing import Any
 
 from functrain.common._checks import require
@@ -75,14 +74,9 @@ class Evaluate:
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
         values = self.evaluation.measure(event.state)
-        self.evaluation.warn_of_loss(values, event.state)
         prefixed = {f"{self.prefix}{name}": value for name, value in values.items()}
-        self.require_new(prefixed, event.values)
-        event.values |= prefixed
-
-    def require_new(self, names: Iterable[str], earlier: Iterable[str]) -> None:
-        """Raises ValueError if an evaluation would replace earlier values of an event."""
-        clashes = sorted(set(names).intersection(earlier))
+        clashes = sorted(prefixed.keys() & event.values.keys())
         expected = f"one that gives names other than {clashes}, which the event has already"
         advice = "Give each evaluation its own, such as Evaluate(step, data, prefix='test_')."
         require(not clashes, "prefix", expected, self.prefix, advice)
+        event.values |= prefixed

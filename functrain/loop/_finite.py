@@ -1,5 +1,6 @@
 """Warnings about losses that are not finite, with the first such step."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd
 
 
+@dataclasses.dataclass(eq=False)
 class LossWatch:
     """Stores the first step of a run whose loss was not finite, for each member of a population.
 
@@ -24,10 +26,10 @@ class LossWatch:
       last_finite: The last step whose losses were finite, at least for one member; None before it.
     """
 
-    def __init__(self) -> None:
-        self.first: dict[int, Position] = {}
-        self.last_finite: int | None = None
-        self._name = "loss"
+    first: dict[int, Position] = dataclasses.field(default_factory=dict)
+    last_finite: int | None = None
+    # The name of the loss that was not finite.
+    _name: str = "loss"
 
     def logs(self, event: ChunkEnd) -> None:
         """Checks the steps of a chunk."""
@@ -45,7 +47,7 @@ class LossWatch:
                 self._store_first(event, name, is_bad)
         if names and is_finite.any():
             last = int(np.flatnonzero(is_finite)[-1])
-            self.last_finite = event.step - event.steps + 1 + last
+            self.last_finite = event.position.step - event.steps + 1 + last
 
     def _store_first(self, event: ChunkEnd, name: str, is_bad: np.ndarray) -> None:
         """Stores the first bad step of each member; `is_bad` is `bool[steps, N]`."""

@@ -15,7 +15,7 @@ from functrain.data._batch import example_count
 from functrain.data._batches import Chunk
 from functrain.distributed._stopping import new_stop_agreement
 from functrain.engine import _placement
-from functrain.engine._driver import Driver, copy_arrays
+from functrain.engine._driver import Driver
 from functrain.engine._plan import Plan, chunks, nbytes
 from functrain.engine._position import Position
 from functrain.engine._programs import compute_metrics, initial_metrics
@@ -343,4 +343,4 @@ class Loop:
             return state
         metrics = self.no_metrics if metrics is None else metrics
         # A copy: the next program consumes the metrics, and the empty ones are used again.
-        return Metered(state, _placement.replicate_beside(copy_arrays(metrics), state))
+        return Metered(state, _placement.replicate_beside(_tree.copy(metrics), state))

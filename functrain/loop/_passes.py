@@ -17,9 +17,9 @@ from functrain.data._batch import example_count
 from functrain.data._batches import Batches, Chunk
 from functrain.data._loader import ArrayLoader
 from functrain.engine import _placement
-from functrain.engine._driver import Driver, copy_arrays
+from functrain.engine._driver import Driver
 from functrain.engine._guards import tracing_guards
-from functrain.engine._plan import FuseArg, Plan, chunks, nbytes, prediction_interval
+from functrain.engine._plan import PREDICTING_PROGRAMS, FuseArg, Plan, chunks, nbytes
 from functrain.engine._programs import (
     Kind,
     cached_program,
@@ -99,9 +99,7 @@ def evaluate(
     """
     require_constant(state)
     evaluation = Evaluation(step, data, fuse=fuse, rewrites=rewrites, sharding=sharding, jit=jit)
-    values = evaluation.measure(state)
-    evaluation.warn_of_loss(values, state)
-    return values
+    return evaluation.measure(state)
 
 
 class Evaluation:
@@ -134,22 +132,25 @@ class Evaluation:
         """
         batch = self.batches.first()
         require_batches(int(batch is not None), name=self.batches.name)
+        names = metric_names(self.step)
         if not (self.arguments.jit and can_trace):
-            return metric_names(self.step)
+            return names
+        # What is cached is that there was no error.
+        key = "trace", _tree.signature(state), _tree.signature(batch)
         try:
-            _trace(self.step, state, batch)
+            cached_program(self.step, key, lambda get: _trace(get(), state, batch))
         except Exception as error:
             error.add_note(
                 f"The error was raised while the evaluation of {self.batches.name} was traced, "
                 "before the first step."
             )
             raise
-        return metric_names(self.step)
+        return names
 
     def measure(self, state: PyTree) -> dict[str, Any]:
-        """Returns the values of the metrics over all of the data."""
+        """Returns the values of the metrics over all data; warns of a loss that is not finite."""
         step, batches = self.step, self.batches
-        metrics = _placement.replicate_beside(copy_arrays(initial_metrics(step, state)), state)
+        metrics = _placement.replicate_beside(_tree.copy(initial_metrics(step, state)), state)
         driver = _begin_pass(step, EVALUATION, self.arguments, state, metrics)
         plan = Plan(
             self.arguments.fuse,
@@ -158,13 +159,10 @@ class Evaluation:
         )
         for _ in _run_pass(driver, batches, plan):
             pass
-        return to_values(compute_metrics(step, driver.carry))
-
-    def warn_of_loss(self, values: dict[str, Any], state: PyTree) -> None:
-        """Warns if the loss is not finite."""
+        values = to_values(compute_metrics(step, driver.carry))
         is_bad = ~np.isfinite(values.get("loss", 0.0))
         # A member may have been stopped because it diverged.
-        if self.step.is_population:
+        if step.is_population:
             is_bad = is_bad & fetch_global(state.active)
         if is_bad.any():
             members = f" of members {np.flatnonzero(is_bad).tolist()}" if is_bad.ndim else ""
@@ -174,6 +172,7 @@ class Evaluation:
                 "step, [batch]); functrain.inspect.explain_nan(state, step, batch) names the "
                 "operation that made it."
             )
+        return values
 
 
 def predict(
@@ -279,7 +278,9 @@ def prediction_plan(
 
     def intervals() -> list[int | None]:
         steps = batches.full_steps
-        return [prediction_interval(steps) if fuse == "auto" else steps]
+        if fuse == "auto" and steps is not None:
+            steps = max(1, steps // PREDICTING_PROGRAMS)
+        return [steps]
 
     # The outputs of all K batches are in memory at once, beside the inputs.
     return Plan(fuse, state_bytes, row_bytes, intervals, chip)
@@ -308,15 +309,10 @@ def _merge_batches(x: np.ndarray) -> np.ndarray:
 
 
 def _trace(step: MeteredStep, state: PyTree, batch: PyTree) -> None:
-    """Traces a step, unless it was traced with these shapes before."""
-
-    def trace(get_step: Callable[[], MeteredStep]) -> None:
-        abstract_state = _placement.abstract_on_mesh(state, None)
-        with tracing_guards():
-            jax.eval_shape(lambda s, x: step(step.start(s), x), abstract_state, _tree.shapes(batch))
-
-    # What is cached is that there was no error.
-    cached_program(step, ("trace", _tree.signature(state), _tree.signature(batch)), trace)
+    """Traces a step."""
+    abstract_state = _placement.abstract_on_mesh(state, None)
+    with tracing_guards():
+        jax.eval_shape(lambda s, x: step(step.start(s), x), abstract_state, _tree.shapes(batch))
 
 
 def _row_bytes(step: Step[Any], state: PyTree, batch: PyTree) -> int:

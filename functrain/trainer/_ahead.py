@@ -47,10 +47,10 @@ def look_ahead(
       checkpointer: The checkpointer of the run.
 
     Raises:
-      ValueError: There is no data to evaluate on, an iterator is read twice, two values have one
-        name, an evaluation is due by the clocks of several processes, or no log, metric or
-        evaluation has the name of a monitored value. Monitored names are not checked if a hook is
-        a function, which may add any value.
+      ValueError: There is no data to evaluate on, an iterator is read twice, an evaluation is due
+        by the clocks of several processes, or no log, metric or evaluation has the name of a
+        monitored value. Monitored names are not checked if a hook is a function, which may add any
+        value.
       TypeError: The value of a metric is not a scalar.
       Exception: Whatever tracing an evaluation raises.
     """
@@ -58,20 +58,14 @@ def look_ahead(
     sharding = arguments.sharding
     can_trace = arguments.jit and (sharding is None or not _placement.is_explicit(sharding))
     metrics = metric_names(step) if isinstance(step, MeteredStep) else frozenset[str]()
-    # A step without metrics may report no loss, so its names are unknown here.
-    names, names_of_epochs = {"loss", *metrics}, {"loss", *metrics} if metrics else set[str]()
+    names = {"loss", *metrics}
     is_population = traits_of(step).is_population
     read: list[Any] = [arguments.batches.data]
     monitored = []
     knows_all_names = True
     for hook in hooks:
         if isinstance(hook, Evaluate):
-            evaluated = _check_evaluation(hook, state, read, can_trace=can_trace)
-            # Others are due within epochs: names that clash are found when two are due together.
-            if getattr(hook.every, "epochs", None):
-                hook.require_new(evaluated, names_of_epochs)
-                names_of_epochs |= evaluated
-            names |= evaluated
+            names |= _check_evaluation(hook, state, read, can_trace=can_trace)
         knows_all_names &= isinstance(hook, _KNOWN_HOOKS)
         if isinstance(hook, EarlyStopping):
             _check_monitor(hook, state, is_population=is_population)

@@ -50,9 +50,9 @@ class Recorder:
         # The logs of the epochs before, and those of this epoch.
         self._parts: list[_Part] = []
         self._epoch_parts: list[_Part] = []
-        self._epochs: list[dict[str, Any]] = []  # {"step": last step, "values": ...}
-        # {"steps": ..., "values": ...} by name
-        self._within_epochs: dict[str, dict[str, list[Any]]] = {}
+        # {"step": ..., "values": ...} of each epoch, and of other events that had values.
+        self._epochs: list[dict[str, Any]] = []
+        self._within_epochs: list[dict[str, Any]] = []
         self._start_time = self._epoch_start_time = time.perf_counter()
         self.first_steps_seconds, self._has_steps = float("nan"), False
         self._has_warned = False
@@ -68,12 +68,10 @@ class Recorder:
             self._has_steps = True
             self.first_steps_seconds = time.perf_counter() - self._start_time
             # A history leaves them out.
-            complex_names = [n for n, x in _tree.leaves_with_path(event.rows) if np.iscomplexobj(x)]
-            if complex_names:
-                warn(
-                    f"logs: expected real numbers, got complex {complex_names}. Log jnp.real(x) "
-                    "and jnp.imag(x)."
-                )
+            rows = _tree.leaves_with_path(event.rows)
+            if names := [name for name, row in rows if np.iscomplexobj(row)]:
+                advice = "Log jnp.real(x) and jnp.imag(x)."
+                warn(f"logs: expected real numbers, got complex {names}. {advice}")
         # In the order in which the history and the progress report show them. Copies: a view would
         # keep device buffers alive.
         logs = {name: logs[name].copy() for name in sorted(logs, key=_rank)}
@@ -113,18 +111,16 @@ class Recorder:
                 )
             # A number, not an array of the state: the next program consumes those.
             event.values[name] = to_floats(value)
+        values = dict(event.values)
+        record = {"step": event.position.step, "values": values}
         if isinstance(event, EpochEnd):
             now = time.perf_counter()
-            values = dict(event.values)
             # A log or a metric of the user's may have this name.
             values.setdefault("seconds", now - self._epoch_start_time)
-            self._epochs.append({"step": event.position.step, "values": values})
+            self._epochs.append(record)
             self._epoch_start_time = now
-        elif self._keeps_steps:
-            for name, value in event.values.items():
-                points = self._within_epochs.setdefault(name, {"steps": [], "values": []})
-                points["steps"].append(event.position.step)
-                points["values"].append(value)
+        elif self._keeps_steps and values:
+            self._within_epochs.append(record)
 
     def state(self) -> dict[str, Any]:
         """Returns the state of the recorder for a checkpoint."""
@@ -137,10 +133,7 @@ class Recorder:
             "epoch_parts": [part._asdict() for part in self._epoch_parts],
             "kinds": {name: type(name).__name__ for name in names if isinstance(name, LogName)},
             "epochs": self._epochs.copy(),
-            "within_epochs": {
-                name: {"steps": points["steps"].copy(), "values": points["values"].copy()}
-                for name, points in self._within_epochs.items()
-            },
+            "within_epochs": self._within_epochs.copy(),
             "epoch_seconds": time.perf_counter() - self._epoch_start_time,
             "first_steps_seconds": self.first_steps_seconds,
         }
@@ -158,7 +151,7 @@ class Recorder:
         self._keep(list(map(restored, state["parts"])))
         self._epoch_parts = list(map(restored, state["epoch_parts"]))
         self._epochs = state["epochs"]
-        self._within_epochs = state["within_epochs"] if self._keeps_steps else {}
+        self._within_epochs = state["within_epochs"] if self._keeps_steps else []
         self._epoch_start_time = time.perf_counter() - state["epoch_seconds"]
         # That of an earlier process counts if this process takes no step.
         self.first_steps_seconds = state["first_steps_seconds"]
@@ -166,25 +159,28 @@ class Recorder:
     def history(self, last_step: int | None = None) -> History:
         """Returns the history so far, or up to a step."""
         last = np.inf if last_step is None else last_step
-        finished_epochs = [epoch for epoch in self._epochs if epoch["step"] <= last]
-        epochs = [epoch["values"] for epoch in finished_epochs]
-        within_epochs = {}
-        for name, point in self._within_epochs.items():
-            steps = [step for step in point["steps"] if step <= last]
-            if steps:
-                within_epochs[name] = np.array(steps), _stack(point["values"][: len(steps)])
+        epochs = [epoch for epoch in self._epochs if epoch["step"] <= last]
+        points: dict[str, list[tuple[int, Any]]] = {}
+        for record in self._within_epochs:
+            for name, value in record["values"].items() if record["step"] <= last else ():
+                points.setdefault(name, []).append((record["step"], value))
         # A dict keeps the order in which the names first appeared.
-        names = dict.fromkeys(itertools.chain.from_iterable(epochs))
+        names = dict.fromkeys(itertools.chain.from_iterable(epoch["values"] for epoch in epochs))
         count = None if last_step is None else max(0, last_step - self._first_step)
         parts = [*self._parts, *self._epoch_parts] if self._keeps_steps else []
         nan = float("nan")
         return History(
             steps={str(name): x[:count] for name, x in _columns(parts).items()},
-            epochs={name: _stack([values.get(name, nan) for values in epochs]) for name in names},
-            within_epochs=within_epochs,
+            epochs={
+                name: _stack([epoch["values"].get(name, nan) for epoch in epochs]) for name in names
+            },
+            within_epochs={
+                name: (np.array([step for step, _ in pairs]), _stack([x for _, x in pairs]))
+                for name, pairs in points.items()
+            },
             first_steps_seconds=self.first_steps_seconds,
             first_step=self._first_step,
-            epoch_ends=np.array([epoch["step"] for epoch in finished_epochs], np.int64),
+            epoch_ends=np.array([epoch["step"] for epoch in epochs], np.int64),
         )
 
     def _keep(self, parts: Sequence["_Part"]) -> None:
