@@ -109,18 +109,6 @@ def _zero_rows(y: Any, k: int) -> jax.Array:
     return resharded
 
 
-def _require_pair(returned: Any) -> tuple[PyTree, PyTree]:
-    """Returns the two parts of what a step returned; raises TypeError for anything else."""
-    # The exact types: a state that is a NamedTuple of two fields is not a pair.
-    is_sequence = type(returned) in (tuple, list)
-    if is_sequence and len(returned) == 2:
-        return returned[0], returned[1]
-    got = f"{len(returned)} values" if is_sequence else _tree.spec(returned)
-    raise TypeError(
-        f"step: expected it to return (state, logs), got {got}. Without logs, return (state, {{}})."
-    )
-
-
 def check_results(step: Callable[..., Any]) -> Callable[..., tuple[PyTree, PyTree]]:
     """Returns a step that raises an error for results other than a state and logs.
 
@@ -130,7 +118,16 @@ def check_results(step: Callable[..., Any]) -> Callable[..., tuple[PyTree, PyTre
     """
 
     def checked(*args: PyTree) -> tuple[PyTree, PyTree]:
-        state, logs = _require_pair(step(*args))
+        returned = step(*args)
+        # The exact types: a state that is a NamedTuple of two fields is not a pair.
+        is_sequence = type(returned) in (tuple, list)
+        if not (is_sequence and len(returned) == 2):
+            got = f"{len(returned)} values" if is_sequence else _tree.spec(returned)
+            raise TypeError(
+                f"step: expected it to return (state, logs), got {got}. Without logs, return "
+                "(state, {})."
+            )
+        state, logs = returned
         paths: set[str] = set()
         for path, leaf in _tree.leaves_with_path(logs):
             advice = "Rename one: nested dicts are reported under their paths."

@@ -227,10 +227,6 @@ class Pins(NamedTuple):
     structure: Any
     shardings: tuple[NamedSharding | None, ...]
 
-    def tree(self) -> PyTree:
-        """Returns the shardings in the carry's structure, as `jax.jit` takes them."""
-        return jax.tree.unflatten(self.structure, self.shardings)
-
 
 def read_pins(carry: PyTree) -> Pins | None:
     """Returns the shardings of a carry's leaves; None if all are on one device.

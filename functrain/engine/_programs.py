@@ -151,7 +151,9 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
 
     donated = 0 if loop.donate else ()
     # Without these the compiler chooses the shardings of the results; see `read_pins`.
-    shardings = {} if loop.pins is None else {"out_shardings": (loop.pins.tree(), None, None)}
+    shardings = (
+        {} if loop.pins is None else {"out_shardings": (jax.tree.unflatten(*loop.pins), None, None)}
+    )
     compiled: Program = jit(run, donate_argnums=donated, **shardings)
     return compiled
 

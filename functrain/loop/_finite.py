@@ -51,14 +51,14 @@ class LossWatch:
 
     def _store_first(self, event: ChunkEnd, name: str, is_bad: np.ndarray) -> None:
         """Stores the first bad step of each member; `is_bad` is `bool[steps, N]`."""
+        if not self.first:
+            self._name = name
         # The event has the position at the end of the chunk.
         step, epoch, batch = event.position
-        step, batch = step - event.steps, batch - event.steps
         for member in np.flatnonzero(is_bad.any(0)).tolist():
-            if member not in self.first:
-                i = int(is_bad[:, member].argmax())
-                self.first[member] = Position(step + i + 1, epoch, max(0, batch + i))
-                self._name = name
+            later = int(is_bad[:, member].argmax()) - event.steps
+            position = Position(step + later + 1, epoch, max(0, batch + later))
+            self.first.setdefault(member, position)
 
     def warn(self, *, by_epochs: bool, epochs_before: int = 0, active: Any = None) -> None:
         """Warns of that step, if there is one.

@@ -227,13 +227,13 @@ def _handle_events(loop: Loop, runner: HookRunner, recorder: Recorder, verbose: 
         progress = ProgressReport(
             loop.epochs, loop.batches.steps, verbose, loop.position, resumed=loop.resumed
         )
-    shown = progress or contextlib.nullcontext()
+    report = progress or contextlib.nullcontext()
     # The hooks of a finished fit have handled its end, and their values are in its history.
     if loop.resumed is not None and loop.resumed.finished:
-        with contextlib.closing(loop), shown:
+        with contextlib.closing(loop), report:
             return
     # The run is closed first, which may save it with the states of the hooks.
-    with runner.running(), shown, contextlib.closing(loop):
+    with runner.running(), report, contextlib.closing(loop):
         for event in loop.events:
             # Hooks see the means of an epoch, and the recorder keeps the values that hooks add.
             recorder.before(event)
