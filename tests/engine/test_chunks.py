@@ -246,8 +246,8 @@ def test_what_came_before_an_error_of_the_source_is_handed_out_first() -> None:
 def test_a_loader_makes_each_batch_once() -> None:
     loader, made = ft.ArrayLoader(np.arange(24), 2), []
     chunk, batch = loader.chunk, loader.batch
-    loader.chunk = lambda epoch, start, k: (
-        made.extend(range(start, start + k)) or chunk(epoch, start, k)
+    loader.chunk = lambda epoch, start, k, rows=None: (
+        made.extend(range(start, start + k)) or chunk(epoch, start, k, rows)
     )
     loader.batch = lambda epoch, index: made.append(index) or batch(epoch, index)
     sizes(Feed(loader, 5))
