@@ -18,7 +18,7 @@ from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_results, check_stacked, repeat
 from functrain.engine._placement import Pins, pin_carry, read_pins
 from functrain.rewrites import Mode
-from functrain.rewrites._compile import jit
+from functrain.rewrites._compile import jit, jit_without_arithmetic
 from functrain.step._notes import error_notes
 from functrain.targets._chips import on_chip_bytes
 
@@ -242,10 +242,15 @@ def compute_metrics(step: Any, metrics: PyTree) -> Any:
     return cached_program(step, "compute", lambda get: jit(lambda m: get().values(m)))(metrics)
 
 
-def initial_metrics(step: Any, state: PyTree) -> PyTree:
-    """Returns the states of a step's metrics before the first batch; copy them for a program."""
-    key = "initial metrics", _tree.signature(state)
-    return cached_program(step, key, lambda get: get().start(state).metrics)
+def initial_metrics(step: Any, state: PyTree) -> Callable[[], PyTree]:
+    """Returns a program that makes a step's metrics before the first batch, in new buffers."""
+
+    def build(get_step: Callable[[], Any]) -> Any:
+        metrics = get_step().start(state).metrics
+        return jit_without_arithmetic(lambda: _tree.copy(metrics))
+
+    make: Program = cached_program(step, ("initial metrics", _tree.signature(state)), build)
+    return make
 
 
 def metric_names(step: Any) -> frozenset[str]:

@@ -79,8 +79,9 @@ class Loop:
         self._owns_signals = signals is None
         self.signals = signals or DeferredSignals("run", saves=saving is not None)
         self.resumed: Resumed | None = None
-        # Metrics that have seen no batch; None if the step has no metrics.
-        self.no_metrics = initial_metrics(step, state) if isinstance(step, MeteredStep) else None
+        # Makes metrics that have seen no batch; None if the step has no metrics.
+        is_metered = isinstance(step, MeteredStep)
+        self._new_metrics = initial_metrics(step, state) if is_metered else None
         # True between the end of an epoch and the beginning of the next one.
         self._epoch_is_over = False
         # The chunks of the next epoch, if its first chunk has been made in advance.
@@ -104,13 +105,14 @@ class Loop:
             boundaries = (*arguments.boundaries, saving.trigger)
             arguments = dataclasses.replace(arguments, boundaries=boundaries)
             releases = arguments.donate and not self.like_keras
-            self.resumed = saving.resume(state, self.no_metrics, arguments, releases=releases)
+            like = self._new_metrics and self._new_metrics()
+            self.resumed = saving.resume(state, like, arguments, releases=releases)
         if (resumed := self.resumed) is not None:
             arguments = dataclasses.replace(
                 arguments, epochs=resumed.epochs, position=resumed.position
             )
             self._epoch_is_over, self._last_values = resumed.nothing_left, resumed.values
-            state, metrics = _tree.copy_if_needed(resumed.state), resumed.metrics
+            state, metrics = _tree.copy_if_needed((resumed.state, resumed.metrics))
             # The driver owns the arrays that were read: a reference would keep them in memory.
             self.resumed = dataclasses.replace(resumed, state=(), metrics=None)
         elif not self.like_keras:
@@ -279,7 +281,7 @@ class Loop:
 
     def _yield_event(self, kind: type[EventT], **fields: Any) -> Generator[Event, None, EventT]:
         """Yields an event, continues with the state that its hooks left in it, and returns it."""
-        if self.no_metrics is not None:
+        if self._new_metrics is not None:
             # Bound now: after the next program, the driver has another carry.
             step, metrics = self.step, self.driver.carry.metrics
             fields["_metrics"] = lambda: compute_metrics(step, metrics)
@@ -325,7 +327,7 @@ class Loop:
     def _trees_to_save(self) -> dict[str, PyTree]:
         """Returns the trees of a checkpoint: the state, and within an epoch its metrics so far."""
         trees = {"state": self.state}
-        if self.no_metrics is not None and not self._epoch_is_over:
+        if self._new_metrics is not None and not self._epoch_is_over:
             trees["metrics"] = self.driver.carry.metrics
         return trees
 
@@ -339,8 +341,7 @@ class Loop:
 
     def _with_metrics(self, state: PyTree, metrics: PyTree = None) -> PyTree:
         """Returns the state with metrics if the step has some; by default with empty ones."""
-        if self.no_metrics is None:
+        if self._new_metrics is None:
             return state
-        metrics = self.no_metrics if metrics is None else metrics
-        # A copy: the next program consumes the metrics, and the empty ones are used again.
-        return Metered(state, _placement.replicate_beside(_tree.copy(metrics), state))
+        metrics = self._new_metrics() if metrics is None else metrics
+        return Metered(state, _placement.replicate_beside(metrics, state))

@@ -150,7 +150,7 @@ class Evaluation:
     def measure(self, state: PyTree) -> dict[str, Any]:
         """Returns the values of the metrics over all data; warns of a loss that is not finite."""
         step, batches = self.step, self.batches
-        metrics = _placement.replicate_beside(_tree.copy(initial_metrics(step, state)), state)
+        metrics = _placement.replicate_beside(initial_metrics(step, state)(), state)
         driver = _begin_pass(step, EVALUATION, self.arguments, state, metrics)
         plan = Plan(
             self.arguments.fuse,
