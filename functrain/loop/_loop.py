@@ -80,8 +80,8 @@ class Loop:
         self.signals = signals or DeferredSignals("run", saves=saving is not None)
         self.resumed: Resumed | None = None
         # Makes metrics that have seen no batch; None if the step has no metrics.
-        is_metered = isinstance(step, MeteredStep)
-        self._new_metrics = initial_metrics(step, state) if is_metered else None
+        has_metrics = isinstance(step, MeteredStep)
+        self._new_metrics = initial_metrics(step, state) if has_metrics else None
         # True between the end of an epoch and the beginning of the next one.
         self._epoch_is_over = False
         # The chunks of the next epoch, if its first chunk has been made in advance.
@@ -173,13 +173,12 @@ class Loop:
             try:
                 while not self._epoch_is_over and self.position.epoch < self.epochs:
                     is_stopped = yield from self._epoch()
-                    if not is_stopped and self.position.epoch + 1 < self.epochs:
-                        self._epoch_is_over = False
-                        self.position = Position(self.position.step, self.position.epoch + 1)
-                        # Metrics are those of one epoch.
-                        self.driver.begin(self._with_metrics(self.state))
-                    else:
+                    if is_stopped or self.position.epoch + 1 >= self.epochs:
                         break
+                    self._epoch_is_over = False
+                    self.position = Position(self.position.step, self.position.epoch + 1)
+                    # Metrics are those of one epoch.
+                    self.driver.begin(self._with_metrics(self.state))
                 yield from self._end(is_stopped)
             except BaseException:
                 # If the last program failed, it has no logs.

@@ -55,10 +55,8 @@ def look_ahead(
       Exception: Whatever tracing an evaluation raises.
     """
     # The checks trace with shapes only, without the shardings that explicit mesh axes require.
-    sharding = arguments.sharding
-    can_trace = arguments.jit and (sharding is None or not _placement.is_explicit(sharding))
-    metrics = metric_names(step) if isinstance(step, MeteredStep) else frozenset[str]()
-    names = {"loss", *metrics}
+    can_trace = arguments.jit and not _placement.is_explicit(arguments.sharding)
+    names = {"loss", *(metric_names(step) if isinstance(step, MeteredStep) else ())}
     is_population = traits_of(step).is_population
     read: list[Any] = [arguments.batches.data]
     monitored = []
