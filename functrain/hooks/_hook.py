@@ -110,16 +110,12 @@ def _is_called_here(hook: Any) -> bool:
     return jax.process_index() == 0 or not getattr(without_schedule(hook), "only_first", False)
 
 
-def triggers_of(hooks: Iterable[Any]) -> list[Trigger]:
-    """Returns the triggers of the hooks that have one; the others are called with every event."""
-    return [hook.every for hook in hooks if getattr(hook, "every", None) is not None]
-
-
 class HookRunner:
     """Calls hooks when they are due, in their order, within `running`.
 
     Attributes:
       hooks: The hooks. Others may be inserted until the run begins.
+      triggers: The triggers of those that have one; the others are called with every event.
     """
 
     def __init__(self, hooks: Sequence[HookLike]) -> None:
@@ -129,6 +125,8 @@ class HookRunner:
         self.hooks: list[Any] = list(hooks)
         for i, hook in enumerate(self.hooks):
             _require_hook(without_schedule(hook), f"hooks[{i}]")
+        schedules = (getattr(hook, "every", None) for hook in self.hooks)
+        self.triggers: list[Trigger] = [every for every in schedules if every is not None]
 
     def unscheduled(self) -> list[Any]:
         """Returns the hooks without their schedules; once for a hook that has several."""

@@ -16,7 +16,7 @@ from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals
 from functrain.hooks._evaluate import Evaluate
-from functrain.hooks._hook import HookLike, HookRunner, triggers_of
+from functrain.hooks._hook import HookLike, HookRunner
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._arguments import run_arguments
 from functrain.loop._loop import Loop
@@ -171,7 +171,7 @@ def fit(
         steps_per_epoch=steps_per_epoch,
         start=start,
         fuse=fuse,
-        boundaries=triggers_of(runner.hooks),
+        boundaries=runner.triggers,
         rewrites=rewrites,
         sharding=sharding,
         jit=jit,
