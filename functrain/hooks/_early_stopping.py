@@ -151,18 +151,18 @@ class EarlyStopping:
 
     def __call__(self, event: Event, /) -> None:
         """Compares the value with the best one, if the event has it."""
-        if self.monitor in event.values:
-            self._has_seen_value = True
-            if event.epoch >= self.start_from_epoch:
-                self._compare(event, event.values[self.monitor])
-        elif isinstance(event, RunEnd):
+        if isinstance(event, RunEnd):
             if self._best_leaves:
                 event.state = self._best_state(event.state)
-            if not self._has_seen_value and not event.was_stopped:
+            if event.step and not (self._has_seen_value or event.was_stopped):
                 warn(
                     f"{type(self).__name__}: expected a value {self.monitor!r}, got none in this "
                     "run. Put the evaluation or the hook that adds it before this hook."
                 )
+        elif self.monitor in event.values:
+            self._has_seen_value = True
+            if event.epoch >= self.start_from_epoch:
+                self._compare(event, event.values[self.monitor])
 
     def _compare(self, event: Event, value: Any) -> None:
         require(is_number(value), self.monitor, "a number", value, error=TypeError)

@@ -133,6 +133,15 @@ def test_a_value_of_every_other_epoch_is_waited_for() -> None:
     assert stopping.best == history.epochs["val_loss"][3]
 
 
+def test_a_value_of_the_end_of_the_run_is_none_to_stop_at() -> None:
+    hook = EarlyStopping("score", mode="max", restore_best=True)
+
+    def at_every_event(event):
+        event.values["score"] = -event.step
+
+    assert fit(at_every_event, hook).state.step == hook.best_step < 60
+
+
 def test_a_value_that_no_hook_has_added_is_named_at_the_end() -> None:
     with pytest.warns(UserWarning, match="EarlyStopping: expected a value 'val_loss'"):
         fit(Scripted(1.0, 2.0, 3.0), EarlyStopping("val_loss"))
