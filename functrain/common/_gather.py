@@ -24,10 +24,11 @@ def _gather_shards(x: Any) -> Any:
     # The second case needs no collective: each process has a copy of a replicated array.
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
-    return _allgather(x, tiled=True)
+    return allgather(x, tiled=True)
 
 
-def _allgather(x: Any, **options: Any) -> Any:
+def allgather(x: Any, **options: Any) -> Any:
+    """Returns the arrays of all processes, stacked, or with ``tiled=True`` the global array."""
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(x, **options)
@@ -41,9 +42,9 @@ def gather_from_processes(value: Any) -> list[Any]:
     if jax.process_count() == 1:
         return [value]
     payload = np.frombuffer(pickle.dumps(value), np.uint8)
-    sizes = _allgather(np.asarray(payload.size, np.int32))
+    sizes = allgather(np.asarray(payload.size, np.int32))
     # Padded to a power of two: each length is a program to compile, so there should be few.
     padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: payload.size] = payload
-    rows = _allgather(padded)
+    rows = allgather(padded)
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

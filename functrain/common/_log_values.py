@@ -1,6 +1,6 @@
 """The names and values of logs; in a population, a value is an array `[N]` of the members."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -46,21 +46,17 @@ def name_of(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
     return type(key)(name) if isinstance(key, LogName) else name
 
 
-def nearest(name: str, names: Sequence[str]) -> list[str]:
-    """Returns those of `names` that are in the dict of a log, or else in the next one around it."""
-    while name:
-        name = name.rpartition("/")[0]
-        in_dict = [other for other in names if other.rpartition("/")[0] == name]
+def related(name: str, kind: type[LogName], names: Iterable[str]) -> list[str]:
+    """Returns the logs of a kind in the dict of a log, or else in the next one around it."""
+    of_kind: list[str] = [other for other in names if isinstance(other, kind)]
+    place = name
+    while place:
+        place = place.rpartition("/")[0]
+        in_dict = [other for other in of_kind if other.rpartition("/")[0] == place]
         if in_dict:
             return in_dict
-    return []
-
-
-def skip_counts(name: str, names: Iterable[str]) -> list[str]:
-    """Returns the counts of skipped steps, among the names of all logs, that concern a log."""
-    counts: list[str] = [other for other in names if isinstance(other, SkippedInARow)]
-    # A step may log them in a dict of their own.
-    return nearest(name, counts) or counts
+    # A step may log its counts of skipped steps in a dict of their own.
+    return of_kind if kind is SkippedInARow else []
 
 
 def is_loggable(x: Any, is_population: bool) -> bool:

@@ -4,7 +4,7 @@ import difflib
 import fnmatch
 from collections.abc import Collection, Iterable, Sequence
 
-from functrain.common._checks import require_instance
+from functrain.common._checks import require, require_no_problems
 
 
 def matches(pattern: str, path: str) -> bool:
@@ -46,10 +46,8 @@ def as_patterns(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
       (('params/**',), ('a', 'b'))
     """
     patterns = (value,) if isinstance(value, str) else value
-    expected = "patterns, such as 'params/**'"
-    require_instance(name, patterns, Collection, expected)
-    for pattern in patterns:
-        require_instance(name, pattern, str, expected)
+    is_valid = isinstance(patterns, Collection) and all(isinstance(x, str) for x in patterns)
+    require(is_valid, name, "patterns, such as 'params/**'", value, error=TypeError)
     return tuple(patterns)
 
 
@@ -74,17 +72,37 @@ def closest_patterns(pattern: str, paths: Collection[str]) -> list[str]:
       >>> paths = ["params/dense/kernel", "params/head/kernel", "step"]
       >>> closest_patterns("params/dens/**", paths)[0]
       'params/dense/**'
-      >>> closest_patterns("params/dense", ["params/dense/kernel", "params/dense/bias"])
-      ['params/dense/**']
+      >>> closest_patterns("params/dense", ["params/dense/kernel", "params/dense/bias"])[0]
+      'params/dense/**'
     """
-    # The most common mistake: the pattern names a folder, and not the leaves in it.
-    if any(matches(f"{pattern}/**", path) for path in paths):
-        return [f"{pattern}/**"]
-    folders = set()
+    candidates = set(paths)
     for path in paths:
         parts = path.split("/")
-        folders |= {"/".join(parts[:n]) for n in range(1, len(parts))}
-    name = pattern.removesuffix("/**")
-    close = difflib.get_close_matches(name, sorted(folders | set(paths)), cutoff=0.3)
-    suggestions = [f"{x}/**" if x in folders else x for x in close]
-    return suggestions or sorted(paths)[:3]
+        candidates |= {"/".join([*parts[:n], "**"]) for n in range(1, len(parts))}
+    close = difflib.get_close_matches(pattern, sorted(candidates), cutoff=0.3)
+    return close or sorted(paths)[:3]
+
+
+def first_match(patterns: Iterable[str], path: str) -> str | None:
+    """Returns the first of the patterns that matches a path; None if none does."""
+    return next((pattern for pattern in patterns if matches(pattern, path)), None)
+
+
+def group_paths(
+    name: str, patterns: Collection[str], paths: Collection[str]
+) -> dict[str, list[str]]:
+    """Returns the paths that each pattern is the first one to match.
+
+    Raises ValueError if a pattern other than `**`, which takes what is left, has none.
+    """
+    groups = {
+        pattern: [path for path in paths if first_match(patterns, path) == pattern]
+        for pattern in patterns
+    }
+    # Most likely a misspelled path, or a pattern behind a wider one.
+    unused = [pattern for pattern in patterns if not groups[pattern] and pattern != "**"]
+    lines = [f"{x}: perhaps {', '.join(closest_patterns(x, paths))}" for x in unused]
+    expected = "each pattern to be the first one that matches at least one leaf"
+    advice = "The first matching pattern counts: put narrower patterns first."
+    require_no_problems(name, lines, expected, advice)
+    return groups

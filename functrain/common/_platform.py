@@ -48,11 +48,8 @@ def platform_of(tree: PyTree) -> str:
             continue
         sharding = getattr(leaf, "sharding", None)
         # The sharding of a type, over an abstract mesh, has no devices.
-        if isinstance(sharding, jax.sharding.Sharding) and not _is_abstract(sharding):
+        is_abstract = isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)
+        if isinstance(sharding, jax.sharding.Sharding) and not is_abstract:
             device: Any = next(iter(sharding.device_set))
             return str(device.platform)
     return current_platform()
-
-
-def _is_abstract(sharding: jax.sharding.Sharding) -> bool:
-    return isinstance(getattr(sharding, "mesh", None), jax.sharding.AbstractMesh)

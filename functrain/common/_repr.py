@@ -45,11 +45,6 @@ def name(value: Any) -> str:
     return str(getattr(value, "__name__", type(value).__name__))
 
 
-def format_scalar(x: Any) -> str:
-    """Returns the value of a scalar as text, or `brief` of it if the value cannot be read."""
-    return str(x) if _tree.is_readable(x) and not x.shape else brief(x)
-
-
 def format_bytes(count: float) -> str:
     """Returns a number of bytes in a unit that keeps it below 1024.
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.common._types import PyTree
-from functrain.common._wide_integers import require_fits
+from functrain.common._wide_integers import require_integers_fit
 
 
 def path_str(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
@@ -239,7 +239,7 @@ def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
         return jnp.copy(leaf)
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
     if not isinstance(leaf, jax.Array):
-        require_fits(leaf, "expected", f" at {path_str(path)}")
+        require_integers_fit(leaf, f"the state at {path_str(path)}")
         # An explicit transfer passes `jax.transfer_guard`. On CPU it may share the memory.
         leaf = jax.device_put(np.asarray(leaf))
     return jnp.array(leaf, dtype=jax.dtypes.canonicalize_dtype(dtype))

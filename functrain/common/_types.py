@@ -32,11 +32,13 @@ class StepTraits:
     Attributes:
       is_population: True if a state holds many members, and logs and metrics have one value per
         member.
+      example_axis: The axis of a batch's leaves that its examples lie along.
       stays_compiled: True if nested jitted functions stay compiled when the step runs uncompiled,
         as in Keras. Otherwise ``jax.disable_jit`` runs them op by op.
     """
 
     is_population: bool = False
+    example_axis: int = 0
     stays_compiled: bool = False
 
     def wrap_state(self, state: PyTree) -> PyTree:
@@ -46,7 +48,7 @@ class StepTraits:
 
     def run_chunk(
         self,
-        run: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]],
+        run: Callable[..., Any],
         carry: PyTree,
         chunk: PyTree,
         n: jax.Array,
@@ -61,11 +63,8 @@ class StepTraits:
           n: i32[], the number of steps that it takes.
           on_chip_bytes: `Chip.on_chip_bytes` of the device.
         """
-        return run(carry, chunk)
-
-    def example_axis(self) -> int:
-        """Returns the axis of a batch's leaves that its examples lie along."""
-        return 0
+        carry, rows = run(carry, chunk)
+        return carry, rows
 
     def require_data(self, data: Any, name: str) -> None:
         """Raises ValueError if the step cannot take batches of this data.

@@ -10,43 +10,30 @@ from functrain.common._types import PyTree
 
 
 def require_integers_fit(tree: PyTree, name: str) -> None:
-    """Raises ValueError if jax would truncate an integer of a NumPy array on its way to a device.
+    """Raises ValueError if jax would truncate an integer of NumPy or Python on its way to a device.
 
     Only 64-bit integers are read, once for the minimum and once for the maximum: 60,000 labels take
     140 µs on a busy machine.
 
     Args:
-      tree: Any pytree; leaves that are not NumPy arrays are ignored.
+      tree: Any pytree; other leaves are ignored.
       name: The name of the argument, for the error.
     """
     # Types and leaves without their paths at first: of a state with hundreds of leaves, a loop over
     # them takes as long as a call of a program.
     leaves = jax.tree.leaves(tree)
-    is_on_host = any(issubclass(kind, np.ndarray | np.generic) for kind in set(map(type, leaves)))
+    kinds = np.ndarray | np.generic | int
+    is_on_host = any(issubclass(kind, kinds) for kind in set(map(type, leaves)))
     if not is_on_host or all(map(_fits, leaves)):
         return
-    for path, x in jax.tree_util.tree_leaves_with_path(tree):
-        location = jax.tree_util.keystr(path, simple=True, separator="/")
-        require_fits(x, f"{name}: expected", f" at {location}" if location else "")
-
-
-def require_fits(x: Any, expected: str, location: str) -> None:
-    """Raises ValueError if one array, or Python integer, does not fit; see `require_integers_fit`.
-
-    Args:
-      x: Any leaf.
-      expected: The beginning of the message.
-      location: The path of the leaf, such as " at labels".
-    """
-    x = np.asarray(x) if isinstance(x, int) else x
-    if _fits(x):
-        return
-    limits = _limits(x)
+    path, x = next(pair for pair in jax.tree.leaves_with_path(tree) if not _fits(pair[1]))
+    x, location = np.asarray(x), jax.tree_util.keystr(path, simple=True, separator="/")
+    place, limits = f" at {location}" if location else "", _limits(x)
     value = x.min() if x.min() < limits.min else x.max()
     raise ValueError(
-        f"{expected} integers{location} that fit into {limits.dtype}, since jax's 64-bit types are "
-        f"off, got {value} in {x.dtype}{list(x.shape)}. Cast or renumber them, or begin the script "
-        'with jax.config.update("jax_enable_x64", True).'
+        f"{name}: expected integers{place} that fit into {limits.dtype}, since "
+        f"jax's 64-bit types are off, got {value} in {x.dtype}{list(x.shape)}. Cast or "
+        'renumber them, or begin the script with jax.config.update("jax_enable_x64", True).'
     )
 
 
@@ -61,9 +48,9 @@ def is_cheap_to_read(x: np.ndarray) -> bool:
 
 
 def _fits(x: Any) -> bool:
-    is_wide = (
-        isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "iu" and x.dtype.itemsize == 8
-    )
+    x = np.asarray(x) if isinstance(x, int) else x
+    is_numpy = isinstance(x, np.ndarray | np.generic)
+    is_wide = is_numpy and x.dtype.kind in "iu" and x.dtype.itemsize == 8
     if not is_wide or not x.size:
         return True
     limits = _limits(x)

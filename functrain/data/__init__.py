@@ -10,7 +10,7 @@ Files:
   _local: data of which each process holds a part
   _epochs_of_steps: epochs with a given number of steps
   _stack: stacks batches into chunks, in aligned memory
-  _batch: inputs, labels and weights of a batch, and its size
+  _batch: inputs, labels and weights of a batch
   _arrays: converts leaves to arrays that jax supports
   _lookahead: an iterator whose next batch can be looked at
 """

@@ -38,7 +38,11 @@ def host_batch(batch: PyTree, label: str = "") -> PyTree:
 
 def _to_numpy(leaf: Any, location: Callable[[], str]) -> np.ndarray:
     """Converts a leaf. Its location is a function, since paths are slow to make."""
-    require_unmasked(leaf, "data", location)
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise TypeError(
+            f"data: expected arrays without a mask, got a masked array{location()}. Pass "
+            "x.filled(0), and beside it the mask for the step to use, np.ma.getmaskarray(x)."
+        )
     is_array = isinstance(leaf, Sequence) or any(hasattr(leaf, name) for name in _ARRAY_PROTOCOLS)
     # `np.asarray` would call `__getitem__` until an IndexError, which it need not raise.
     if hasattr(leaf, "__getitem__") and not is_array:
@@ -55,21 +59,6 @@ def _to_numpy(leaf: Any, location: Callable[[], str]) -> np.ndarray:
             "replace strings by ids."
         )
     return array
-
-
-def require_unmasked(leaf: Any, name: str, location: Callable[[], str] = lambda: "") -> None:
-    """Raises TypeError for a masked array, whose mask would be lost.
-
-    Args:
-      leaf: Any leaf of the data.
-      name: Name of the argument, for the error.
-      location: Returns a text with the path of the leaf.
-    """
-    if isinstance(leaf, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name}: expected arrays without a mask, got a masked array{location()}. Pass "
-            "x.filled(0), and beside it the mask for the step to use, np.ma.getmaskarray(x)."
-        )
 
 
 @functools.cache

@@ -1,10 +1,9 @@
-"""The parts of a batch: inputs, labels and weights; its number of examples."""
+"""The parts of a batch: inputs, labels and weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 
 from functrain.common import _tree
 from functrain.common._checks import require
@@ -66,29 +65,3 @@ def expand_weight(weight: jax.Array, values: jax.Array) -> jax.Array:
     advice = "A metric whose values have other axes takes weighted=False."
     require(fits, "sample_weight", expected, weight, advice)
     return weight.reshape(weight.shape + (1,) * (values.ndim - weight.ndim))
-
-
-def example_count(batch: PyTree, axis: int = 0) -> int | None:
-    """Returns the number of examples: the length that all leaves share along an axis.
-
-    Leaves without the axis, such as a number or a key, do not count. None if there are no others,
-    or if their lengths differ: then nothing in the batch tells how many examples it has.
-    """
-    lengths = {leaf.shape[axis] for leaf in jax.tree.leaves(batch) if np.ndim(leaf) > axis}
-    return int(lengths.pop()) if len(lengths) == 1 else None
-
-
-def require_example_count(batch: PyTree) -> int:
-    """Returns the number of examples, by which a mean over examples is weighted; 1 without any.
-
-    Raises:
-      ValueError: The leaves of the batch have different lengths.
-    """
-    count = example_count(batch)
-    if count is None and any(map(np.ndim, jax.tree.leaves(batch))):
-        raise ValueError(
-            "batch: expected arrays that share their first axis, that of the examples, got\n"
-            f"{_tree.format_leaves(batch)}\nReturn the number that the loss was divided by, "
-            "Aux(model_state, weight=number)."
-        )
-    return 1 if count is None else count

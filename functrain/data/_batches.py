@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
 from functrain.common._checks import require_integer
 from functrain.common._types import PyTree
@@ -130,6 +131,16 @@ class Batches(abc.ABC):
             )
 
 
+def example_count(batch: PyTree, axis: int = 0) -> int | None:
+    """Returns the number of examples: the length that all leaves share along an axis.
+
+    Leaves without the axis, such as a number or a key, do not count. None if there are no others,
+    or if their lengths differ: then nothing in the batch tells how many examples it has.
+    """
+    lengths = {leaf.shape[axis] for leaf in jax.tree.leaves(batch) if np.ndim(leaf) > axis}
+    return int(lengths.pop()) if len(lengths) == 1 else None
+
+
 def shapes(batch: PyTree) -> PyTree:
     """Returns the shapes and dtypes of a batch; 64-bit dtypes are kept, unlike in jax."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch)
@@ -142,12 +153,14 @@ class SeekableLoader(abc.ABC):
       examples: Examples in an epoch.
       batch_size: Examples per batch, B.
       drop_remainder: True if a smaller last batch is dropped.
+      dropped: Examples of an epoch that are in none of its batches.
       knows_shapes: True if `shapes` are those of the batches; False if only a batch can tell.
     """
 
     examples: int
     batch_size: int
     drop_remainder: bool
+    dropped: int = 0
     knows_shapes: bool = True
 
     def __len__(self) -> int:
@@ -157,11 +170,6 @@ class SeekableLoader(abc.ABC):
     def __iter__(self) -> Iterator[PyTree]:
         """Yields the batches of epoch 0; `epoch` yields those of any epoch."""
         return self.epoch(0)
-
-    @property
-    def dropped(self) -> int:
-        """Examples of an epoch that are in none of its batches."""
-        return self.examples % self.batch_size if self.drop_remainder else 0
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[PyTree]:
         """Yields the batches of an epoch, from number `start` on."""

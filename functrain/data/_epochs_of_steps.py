@@ -24,11 +24,7 @@ class EpochsOfSteps(Batches):
     """
 
     def __init__(
-        self,
-        batches: Batches,
-        steps: int | None,
-        total: int | None = None,
-        steps_before: int = 0,
+        self, batches: Batches, steps: int | None, total: int | None = None, steps_before: int = 0
     ) -> None:
         self._inner, self.data, self.name = batches, batches.data, batches.name
         self.can_seek = batches.can_seek

@@ -108,6 +108,7 @@ class ArrayLoader(SeekableLoader):
         self.shuffle = shuffle
         self.seed = int(seed)
         self.drop_remainder = drop_remainder
+        self.dropped = self.examples % self.batch_size if drop_remainder else 0
         self.placement = placement
         self.transform = transform
         cls = type(self)
@@ -205,14 +206,14 @@ class ArrayLoader(SeekableLoader):
             # examples.
             indices = _stack.copy_padded(rows.astype(np.int32), pad_to)
             return _gather(self.data, _tree.put_if_guarded(indices))
-
         # Always a copy, even of adjacent rows: the user may change `data` while a device reads.
-        def copy(x: np.ndarray) -> np.ndarray:
-            if self._makes_own_order:
-                return _stack.take_padded(x, rows, pad_to)
-            return _stack.copy_padded(x[first:stop].reshape(*rows.shape, *x.shape[1:]), pad_to)
-
-        examples = jax.tree.map(copy, self.data)
+        if self._makes_own_order:
+            examples = jax.tree.map(lambda x: _stack.take_padded(x, rows, pad_to), self.data)
+        else:
+            adjacent = jax.tree.map(
+                lambda x: x[first:stop].reshape(*rows.shape, *x.shape[1:]), self.data
+            )
+            examples = jax.tree.map(lambda x: _stack.copy_padded(x, pad_to), adjacent)
         if self._checks_chunks:
             require_integers_fit(examples, "data")
         return examples

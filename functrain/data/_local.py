@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain.common import _tree
 from functrain.common._checks import require
-from functrain.common._gather import gather_from_processes
+from functrain.common._gather import allgather, gather_from_processes
 from functrain.common._types import PyTree
 from functrain.data._batches import Batches, Chunk
 
@@ -32,9 +32,11 @@ class Local:
         is_named = isinstance(sharding, NamedSharding)
         require(is_named, "sharding", expected, sharding, error=TypeError)
         self.data, self.sharding = data, sharding
-        devices: Any = sharding.device_set
-        self.processes = len({device.process_index for device in devices})
-        shards, local_shards = _count_shards(sharding)
+        self._shards = _shard_of_each_device(sharding)
+        self.processes = len({device.process_index for device in self._shards})
+        # Sets, since several devices may hold the same shard.
+        own = [device for device in self._shards if device.process_index == jax.process_index()]
+        shards, local_shards = len(set(self._shards.values())), len({self._shards[x] for x in own})
         # Equal shares: with fewer shards than processes, some would hold the same examples.
         is_even = local_shards * self.processes == shards
         expected = f"one that divides examples evenly over {self.processes} processes"
@@ -73,10 +75,10 @@ class Local:
         # A leaf without an axis of examples is the same in every process.
         if self.processes == 1 or x.ndim == 1:
             return x
-        from jax.experimental import multihost_utils
-
-        parts = multihost_utils.process_allgather(x)
-        return np.concatenate([parts[i] for i in _processes_in_order(self.sharding)], axis=1)
+        parts = allgather(x)
+        devices = sorted(self._shards, key=self._shards.__getitem__)
+        processes = dict.fromkeys(device.process_index for device in devices)
+        return np.concatenate([parts[i] for i in processes], axis=1)
 
     def require_same(self, name: str, steps: int, batches: PyTree = ()) -> None:
         """Compares the number and the shapes of the next batches among the processes.
@@ -86,15 +88,13 @@ class Local:
         """
         if self.processes == 1:
             return
-        from jax.experimental import multihost_utils
-
         specs = []
         for path, x in _tree.leaves_with_path(batches):
             shape = jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
             specs.append(f"{path} {_tree.strong_spec(shape)}")
         # Two numbers, not the texts: this runs before every chunk.
         summary = np.asarray([steps, zlib.crc32("\n".join(specs).encode())], np.uint32)
-        summaries = multihost_utils.process_allgather(summary)
+        summaries = allgather(summary)
         if (summaries == summaries[0]).all():
             return
         counts = ", ".join(f"{n} in process {i}" for i, n in enumerate(summaries[:, 0].tolist()))
@@ -238,21 +238,10 @@ def _mesh_size(sharding: NamedSharding, entry: Any) -> int:
     return math.prod(map(sharding.mesh.shape.__getitem__, names))
 
 
-def _processes_in_order(sharding: NamedSharding) -> list[int]:
-    """Returns the processes in the order of their examples in a global batch."""
-    # The indices for an array with one element a shard are the numbers of the shards.
-    shards = _mesh_size(sharding, sharding.spec[0])
-    by_axis = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[0]))
-    starts: Any = by_axis.devices_indices_map((shards,)).items()
-    by_start = sorted(starts, key=lambda item: item[1][0].start or 0)
-    return list(dict.fromkeys(device.process_index for device, _ in by_start))
-
-
-def _count_shards(sharding: NamedSharding) -> tuple[int, int]:
-    """Returns the number of shards of the examples, and how many of them this process holds."""
+def _shard_of_each_device(sharding: NamedSharding) -> dict[jax.Device, int]:
+    """Returns the number of the shard of the examples that each device holds."""
     entry = sharding.spec[0] if len(sharding.spec) else None
-    shards = _mesh_size(sharding, entry)
     by_axis = NamedSharding(sharding.mesh, PartitionSpec(entry))
-    indices = by_axis.addressable_devices_indices_map((shards,))
-    # A set, since several devices may hold the same shard.
-    return shards, len({index[0].start for index in indices.values() if index is not None})
+    # The indices for an array with one element a shard are the numbers of the shards.
+    indices: Any = by_axis.devices_indices_map((_mesh_size(sharding, entry),))
+    return {device: index[0].start or 0 for device, index in indices.items()}

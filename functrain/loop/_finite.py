@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from functrain.common._gather import fetch_global
-from functrain.common._log_values import skip_counts
+from functrain.common._log_values import SkippedInARow, related
 from functrain.common._warnings import warn
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd
@@ -39,7 +39,7 @@ class LossWatch:
         for name in names:
             is_bad = ~np.isfinite(logs[name].astype(np.float64))
             # The loop calls this for every chunk, and nearly all losses are finite.
-            for count in skip_counts(name, logs) if is_bad.any() else ():
+            for count in related(name, SkippedInARow, logs) if is_bad.any() else ():
                 is_bad &= ~(logs[count] > 0)
             if is_bad.any():
                 is_bad = is_bad.reshape(event.steps, -1)

@@ -11,8 +11,7 @@ import jax
 
 from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
-from functrain.data._batch import example_count
-from functrain.data._batches import Chunk
+from functrain.data._batches import Chunk, example_count
 from functrain.distributed._stopping import new_stop_agreement
 from functrain.engine import _placement
 from functrain.engine._driver import Driver
@@ -215,7 +214,7 @@ class Loop:
         if self.stopping is not None:
             self.stopping.dispatched += chunk.steps
         self.position = self.position.after(chunk.steps)
-        count = example_count(chunk.batches, 1 + traits_of(self.step).example_axis())
+        count = example_count(chunk.batches, 1 + traits_of(self.step).example_axis)
         event = yield from self._yield_event(
             ChunkEnd,
             steps=chunk.steps,

@@ -13,8 +13,7 @@ from functrain.common._gather import fetch_global
 from functrain.common._log_values import to_values
 from functrain.common._types import PyTree, Step
 from functrain.common._warnings import warn
-from functrain.data._batch import example_count
-from functrain.data._batches import Batches, Chunk
+from functrain.data._batches import Batches, Chunk, example_count
 from functrain.data._loader import ArrayLoader
 from functrain.engine import _placement
 from functrain.engine._driver import Driver

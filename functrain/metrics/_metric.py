@@ -7,17 +7,13 @@ from typing import Any, NamedTuple
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from functrain.common import _repr, _tree
 from functrain.common._checks import require, require_instance
 from functrain.common._types import PyTree
-from functrain.data._batch import (
-    Part,
-    example_count,
-    expand_weight,
-    require_example_count,
-    select,
-)
+from functrain.data._batch import Part, expand_weight, select
+from functrain.data._batches import example_count
 
 _MAKE = (
     "Make one with functrain.metrics.accuracy(), bridge.metric or Metric(init, update, compute)."
@@ -155,10 +151,10 @@ def mean(
 
 
 def _count_examples(batch: PyTree, aux: Any) -> Any:
-    """Returns the number of examples of a batch, or what a loss says of it in its Aux.
+    """Returns the number of examples of a batch, or what a loss says of it in its Aux, else 1.
 
     Raises:
-      ValueError: Nothing tells the number.
+      ValueError: The leaves of the batch have different lengths, and nothing else tells the number.
     """
     count = example_count(batch)
     if count is None and aux.labels is not None:
@@ -166,7 +162,13 @@ def _count_examples(batch: PyTree, aux: Any) -> Any:
     has_weight = aux.weight is not None and not isinstance(aux.weight, tuple)
     if count is None and has_weight:
         return aux.weight
-    return require_example_count(batch) if count is None else count
+    if count is None and any(map(np.ndim, jax.tree.leaves(batch))):
+        raise ValueError(
+            "batch: expected arrays that share their first axis, that of the examples, got\n"
+            f"{_tree.format_leaves(batch)}\nReturn the number that the loss was divided by, "
+            "Aux(model_state, weight=number)."
+        )
+    return 1 if count is None else count
 
 
 def mean_loss() -> Metric:

@@ -89,7 +89,8 @@ def apply_factored(function: Callable[..., Any], params: PyTree, *args: PyTree) 
     """
 
     def traced(params: PyTree, *args: PyTree) -> Any:
-        return function(jax.tree.map(_matrix, params, is_leaf=_is_adapted), *args)
+        matrices = jax.tree.map(lambda x: x.w if _is_adapted(x) else x, params, is_leaf=_is_adapted)
+        return function(matrices, *args)
 
     inputs = (params, *args)
     closed, shapes = jax.make_jaxpr(traced, return_shape=True)(*inputs)
@@ -101,10 +102,6 @@ def apply_factored(function: Callable[..., Any], params: PyTree, *args: PyTree) 
     run: Any = core.jaxpr_as_fun(closed.replace(jaxpr=_Factoring(adapted).rewrite(jaxpr)))
     outputs = run(*jax.tree.leaves(inputs))
     return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
-
-
-def _matrix(x: Any) -> Any:
-    return x.w if _is_adapted(x) else x
 
 
 class _Factoring:

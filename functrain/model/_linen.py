@@ -10,12 +10,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from functrain.common._checks import require_instance
 from functrain.common._types import PyTree
-from functrain.model._call import (
-    require_one_input,
-    require_own_state,
-    restrict_to,
-    switches,
-)
+from functrain.model._call import require_one_input, require_own_state, restrict_to, switches
 from functrain.model._model import Model, ModelOutput
 
 # Sown values and perturbations belong to one application, not to the state that the next one

@@ -8,12 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _patterns, _tree
-from functrain.common._checks import (
-    is_positive,
-    require,
-    require_integer,
-    require_one_of,
-)
+from functrain.common._checks import is_positive, require, require_integer, require_one_of
 from functrain.common._types import PyTree
 from functrain.model import _freeze
 from functrain.model._adapters import quantize
@@ -127,14 +122,9 @@ def _adapted_paths(base: PyTree, patterns: Sequence[str]) -> list[str]:
     Raises:
       ValueError: A pattern matches no floating-point matrix.
     """
-    leaves = dict(_tree.leaves_with_path(base))
-    matrices = [path for path, w in leaves.items() if _is_matrix(w)]
+    matrices = [path for path, w in _tree.leaves_with_path(base) if _is_matrix(w)]
     for pattern in patterns:
-        _patterns.require_match("patterns", pattern, leaves)
-        has_adapters = any(_patterns.matches(pattern, path) for path in matrices)
-        expected = "a pattern of floating-point arrays with two axes or more"
-        advice = "Integers and vectors are frozen, but have no adapters."
-        require(has_adapters, "patterns", expected, pattern, advice)
+        _patterns.require_match("patterns of floating-point matrices", pattern, matrices)
     return [path for path in matrices if _patterns.any_matches(patterns, path)]
 
 

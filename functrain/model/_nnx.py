@@ -10,12 +10,7 @@ import jax.numpy as jnp
 from functrain.common import _tree
 from functrain.common._checks import require, require_instance, require_no_problems
 from functrain.common._types import PyTree
-from functrain.model._call import (
-    require_one_input,
-    require_own_state,
-    restrict_to,
-    switches,
-)
+from functrain.model._call import require_one_input, require_own_state, restrict_to, switches
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:

@@ -52,11 +52,7 @@ class Loader(SeekableLoader):
         self.knows_shapes = all(loader.knows_shapes for loader in self.loaders)
         # Loaders that drop remainders may differ by the examples that are dropped.
         self.examples = min(loader.examples for loader in self.loaders)
-
-    @property
-    def dropped(self) -> int:
-        """The number of examples of an epoch that are in no batch, of the member with the most."""
-        return max(loader.dropped for loader in self.loaders)
+        self.dropped = max(loader.dropped for loader in self.loaders)
 
     def __repr__(self) -> str:
         return _repr.call(self, members=len(self.loaders), of=self.loaders[0])

@@ -75,6 +75,8 @@ def step(
     require(is_of_member, "step", "the step of one member", step, error=TypeError)
     options: Any = {"member": step, "over": OverMembers(data, block)}
     options["stop_non_finite"] = stop_non_finite
+    # The first axis of a batch may be that of the members.
+    options["example_axis"] = int(data == "per_member")
     if isinstance(step, MeteredStep):
         return MeteredPopulationStep(step.base, step.metrics, step.trains, **options)
     return PopulationStep(**options)
@@ -87,6 +89,7 @@ class _OfAll(StepTraits):
     member: Step[Any]
     over: OverMembers
     stop_non_finite: bool
+    example_axis: int
     is_population = True
 
     def run_chunk(
@@ -114,10 +117,6 @@ class _OfAll(StepTraits):
             axis = 1 if self.over.data == "per_member" else None
             own, rows = run_blocks(run_own, own, chunk, blocks, axis)
         return with_shared(own, shared), rows
-
-    def example_axis(self) -> int:
-        """Returns 1 if the first axis of a batch is that of the members."""
-        return int(self.over.data == "per_member")
 
     def require_data(self, data: Any, name: str) -> None:
         """Raises ValueError if the data have batches per member, and the step shares batches."""

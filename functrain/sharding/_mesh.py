@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
-from functrain.common._checks import is_integer, require
+from functrain.common._checks import is_integer, require, require_instance
 
 
 def mesh(
-    axes: Mapping[str, int],
-    *,
-    explicit: bool = False,
-    devices: Sequence[jax.Device] | None = None,
+    axes: Mapping[str, int], *, explicit: bool = False, devices: Sequence[jax.Device] | None = None
 ) -> Mesh:
     """Returns a mesh of devices with named axes.
 
@@ -38,8 +35,7 @@ def mesh(
       True
     """
     device_count = jax.device_count() if devices is None else len(devices)
-    expected = "sizes by name, such as {'data': -1}"
-    require(isinstance(axes, Mapping), "axes", expected, axes, error=TypeError)
+    require_instance("axes", axes, Mapping, "sizes by name, such as {'data': -1}")
     sizes = dict(axes)
     fixed_sizes = [size for size in sizes.values() if size != -1]
     is_valid = len(sizes) - len(fixed_sizes) <= 1 and all(is_integer(n, 1) for n in fixed_sizes)

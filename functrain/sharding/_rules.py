@@ -5,10 +5,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from functrain.common._checks import require, require_no_problems
-from functrain.common._patterns import closest_patterns, matches
+from functrain.common._checks import require
+from functrain.common._patterns import first_match, group_paths
 from functrain.common._tree import spec
 
 
@@ -66,7 +66,8 @@ def fsdp(axis: str | tuple[str, ...] = "data", *, min_size: int = 2**16) -> Rule
 
     def rule(path: str, x: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh, /) -> PartitionSpec:
         names = (axis,) if isinstance(axis, str) else axis
-        _require_axes(names, mesh, f"fsdp({axis!r})")
+        expected = f"axes of the mesh, {tuple(mesh.shape)}"
+        require(set(names) <= set(mesh.shape), f"fsdp({axis!r})", expected, names)
         shards = math.prod(map(mesh.shape.__getitem__, names))
         divisible = [i for i, n in enumerate(x.shape) if n % shards == 0]
         # Dividing a small leaf saves little memory, and costs a collective all the same.
@@ -117,7 +118,7 @@ class _Rules:
     def __call__(
         self, path: str, x: jax.ShapeDtypeStruct, mesh: Mesh | AbstractMesh, /
     ) -> PartitionSpec:
-        pattern = self._first_match(path)
+        pattern = first_match(self._patterns, path)
         if pattern is None:
             raise ValueError(
                 f"{path}: expected a rule for this leaf, {spec(x)}, got none among "
@@ -127,34 +128,17 @@ class _Rules:
         rule = self._patterns[pattern]
         return rule if isinstance(rule, PartitionSpec) else rule(path, x, mesh)
 
-    def _first_match(self, path: str) -> str | None:
-        return next((pattern for pattern in self._patterns if matches(pattern, path)), None)
-
     def require_use(self, paths: Collection[str]) -> None:
         """Raises ValueError if a pattern other than `**` is not the first one to match any leaf.
 
         The same holds for `rules` within these.
         """
-        first_matches = {path: self._first_match(path) for path in paths}
+        groups = group_paths("rules", self._patterns, paths)
         # All leaves together: if several patterns share rules, each may need another part of them.
         paths_by_rules: dict[_Rules, list[str]] = {}
-        lines = []
         for pattern, rule in self._patterns.items():
-            matching = [
-                path for path, first_match in first_matches.items() if first_match == pattern
-            ]
             if isinstance(rule, _Rules):
-                paths_by_rules.setdefault(rule, []).extend(matching)
-            if not matching and pattern != "**":
-                # Most likely a misspelled path, or a pattern behind a wider one.
-                similar = ", ".join(closest_patterns(pattern, paths))
-                lines.append(f"{pattern}: perhaps {similar}")
-        require_no_problems(
-            "rules",
-            lines,
-            "each pattern to be the first one that matches at least one leaf",
-            "The first matching pattern counts: put narrower patterns first.",
-        )
+                paths_by_rules.setdefault(rule, []).extend(groups[pattern])
         for rules_within, its_paths in paths_by_rules.items():
             rules_within.require_use(its_paths)
 
@@ -165,19 +149,10 @@ def require_fitting_spec(
     """Raises ValueError unless leaf and mesh have the axes of a spec, and it divides the leaf."""
     expected = f"a spec of at most {x.ndim} axes"
     require(len(partition_spec) <= x.ndim, path, expected, partition_spec)
-    for length, entry in zip(x.shape, partition_spec, strict=False):
-        # An entry is the name of a mesh axis, a tuple of names, or None.
-        names = (entry,) if isinstance(entry, str) else entry or ()
-        _require_axes(names, mesh, f"{path}: {partition_spec}")
-        shards = math.prod(map(mesh.shape.__getitem__, names))
-        if length % shards:
-            raise ValueError(
-                f"{path}: expected {spec(x)} to be divided by {partition_spec}, but {length} is "
-                f"not a multiple of {shards}. Use another spec for this leaf, or "
-                "functrain.sharding.replicated."
-            )
-
-
-def _require_axes(names: Collection[str], mesh: Mesh | AbstractMesh, name_in_error: str) -> None:
-    for name in names:
-        require(name in mesh.shape, name_in_error, f"axes of the mesh, {tuple(mesh.shape)}", name)
+    try:
+        NamedSharding(mesh, partition_spec).shard_shape(x.shape)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: expected a spec that divides {spec(x)} evenly, got {partition_spec}. Use "
+            f"another one for this leaf, or functrain.sharding.replicated. {error}"
+        ) from error

@@ -1,5 +1,7 @@
 """Checks of steps, losses, and the names of what they log."""
 
+import collections
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -34,10 +36,9 @@ def require_function(name: str, x: Any, expected: str, advice: str, *, is_valid:
         raise TypeError(f"{name}: expected {expected}, got {describe_signature(x)}. {advice}")
 
 
-def require_distinct_names(
-    argument: str, names: Iterable[str], reserved: Iterable[str], owner: str
-) -> None:
-    """Raises ValueError if a name is reserved: one of the two values would hide the other."""
-    clashes = sorted(set(names).intersection(reserved))
-    expected = f"names other than those of {owner}"
-    require(not clashes, argument, expected, clashes, "Rename them.")
+def require_distinct_names(argument: str, *names: Iterable[str]) -> None:
+    """Raises ValueError if a name occurs twice: one of its values would hide the other."""
+    counts = collections.Counter(itertools.chain(*names))
+    repeated = sorted(name for name, count in counts.items() if count > 1)
+    expected = "a name of its own for the loss and each log and metric"
+    require(not repeated, argument, expected, repeated, "Rename them.")

@@ -13,11 +13,7 @@ from functrain.common._types import PyTree, Step
 from functrain.data._batch import Part, select
 from functrain.metrics._metric import Metric, collection, mean_loss
 from functrain.model._model import Model, require_model
-from functrain.step._check import (
-    check_loss,
-    require_distinct_names,
-    require_function,
-)
+from functrain.step._check import check_loss, require_distinct_names, require_function
 from functrain.step._loss import Aux, LossFn
 from functrain.step._metered import BATCH_COUNT, MeteredStep
 from functrain.step._notes import error_notes
@@ -73,8 +69,7 @@ def eval_step(
     check_loss(loss_fn)
     check_rng(rng)
     metrics = metrics or {}
-    require_distinct_names("metrics", metrics, ["loss"], "the loss")
-    require_distinct_names("logs", logs, ["loss", *metrics], "the loss and the metrics")
+    require_distinct_names("metrics and logs", ["loss"], metrics, logs)
 
     def measure(
         state: PyTree, batch: PyTree, key: jax.Array | None = None

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _repr, _tree
-from functrain.common._checks import require, require_instance, require_no_problems
+from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._log_values import SumOfWeights
 from functrain.common._types import PyTree, StepTraits
 from functrain.metrics._metric import Metered, Metric
+from functrain.step._check import require_distinct_names
 from functrain.step._loss import Aux
 from functrain.step._state import TrainState
 from functrain.tx._guards import finite_and_scale
@@ -106,6 +107,5 @@ def logs_of(loss: jax.Array, aux: Aux, values: PyTree = ()) -> dict[str, Any]:
         logs[_SUM_OF_WEIGHTS] = jnp.asarray(aux.weight, jnp.float32)
     # Nested logs and metrics are reported under their paths, so the paths must differ.
     names = [path for tree in (logs, aux.logs, values) for path, _ in _tree.leaves_with_path(tree)]
-    clashes = sorted({name for name in names if names.count(name) > 1})
-    require(not clashes, "logs", "other names than those of the metrics and the loss", clashes)
+    require_distinct_names("logs", names)
     return {**logs, **aux.logs}

@@ -93,33 +93,25 @@ class _BatchLoss:
         return dataclasses.replace(self, scale=scale)
 
     def __call__(
-        self,
-        params: PyTree,
-        model_state: PyTree,
-        /,
-        *args: PyTree,
-        rng: jax.Array | None,
-        training: bool,
+        self, params: PyTree, model_state: PyTree, /, *args: PyTree, rng: Any, training: bool
     ) -> LossAndAux:
         """Returns the loss and the Aux of all examples."""
+        mode = {"rng": rng, "training": training}
+        # Without a scan, a small batch costs no more than with `loss_fn`.
+        if _example_count(args) <= self.size:
+            return compute_loss(self.loss_fn, params, model_state, *args, **mode)
 
         def loss_of_part(
             trained: PyTree, model_state: PyTree, rng: Any, args: PyTree
         ) -> LossAndAux:
             params, scales = trained
-            model_state = join(scales, model_state)
-            loss, aux = compute_loss(
-                self.loss_fn, params, model_state, *args, rng=rng, training=training
-            )
+            model_state, mode = join(scales, model_state), {"rng": rng, "training": training}
+            loss, aux = compute_loss(self.loss_fn, params, model_state, *args, **mode)
             return loss, aux.replace(model_state=split_scales(aux.model_state)[1])
 
         scales, rest = split_scales(model_state)
-        # Without a scan, a small batch costs no more than with `loss_fn`.
-        if _example_count(args) <= self.size:
-            loss, aux = loss_of_part((params, scales), rest, rng, args)
-        else:
-            total_loss = _accumulate(loss_of_part, self.size)
-            loss, aux = total_loss((params, scales), rest, rng, args, self.scale)
+        total_loss = _accumulate(loss_of_part, self.size)
+        loss, aux = total_loss((params, scales), rest, rng, args, self.scale)
         return loss, aux.replace(model_state=join(scales, aux.model_state))
 
 

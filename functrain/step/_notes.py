@@ -3,12 +3,10 @@
 import contextlib
 from collections.abc import Iterator
 
-import jax
-
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
-_MAX_LEAVES = 12
+_START = "Shapes of the batch:"
 
 
 @contextlib.contextmanager
@@ -19,17 +17,8 @@ def error_notes(batch: PyTree) -> Iterator[None]:
     except Exception as error:
         # An error passes through a loss, the loop and `bridge`, which all want to add them.
         notes = getattr(error, "__notes__", [])
-        if not any(note.startswith("Shapes: ") for note in notes):
+        if not any(note.startswith(_START) for note in notes):
             # A note must never hide the error of the user's own code.
             with contextlib.suppress(Exception):
-                error.add_note(f"Shapes: {_describe(batch)}.")
+                error.add_note(f"{_START}\n{_tree.format_leaves(batch) or '  no arrays'}")
         raise
-
-
-def _describe(batch: PyTree) -> str:
-    """Returns the paths, dtypes and shapes of the first leaves of a batch."""
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
-    texts = [f"batch{jax.tree_util.keystr(p)} {_tree.spec(x)}" for p, x in leaves[:_MAX_LEAVES]]
-    if len(leaves) > _MAX_LEAVES:
-        texts.append(f"{len(leaves) - _MAX_LEAVES} more leaves")
-    return ", ".join(texts) or "a batch without leaves"

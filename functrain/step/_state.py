@@ -55,7 +55,8 @@ class TrainState(flax.struct.PyTreeNode, eq=False):
         # Subclasses may have further fields.
         names = [name for name in self.__dataclass_fields__ if name != "step"]
         parts = [f"{name}={_repr.brief(getattr(self, name))}" for name in names]
-        step = _repr.format_scalar(self.step)
+        is_number = _tree.is_readable(self.step) and not self.step.shape
+        step = str(self.step) if is_number else _repr.brief(self.step)
         return f"{type(self).__name__}(step={step}, {', '.join(parts)})"
 
     @classmethod

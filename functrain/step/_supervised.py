@@ -100,30 +100,20 @@ def supervised(
         return select(batch, inputs, "inputs"), select(batch, labels, "labels"), weight
 
     def loss_fn(
-        params: PyTree,
-        model_state: PyTree,
-        batch: PyTree,
-        /,
-        *,
-        rng: jax.Array | None,
-        training: bool,
+        params: PyTree, model_state: PyTree, batch: PyTree, /, *, rng: Any, training: bool
     ) -> tuple[jax.Array, Aux]:
         x, y, weight = split(batch)
         output = apply_model(model, params, model_state, x, rng=rng, training=training)
         outputs = output.outputs
-        divisor: Any
         try:
-            if with_weight is None:
-                values, divisor = loss(outputs, y), None
-            else:
-                values, divisor = with_weight(outputs, y, weight)
+            losses = with_weight(outputs, y, weight) if with_weight else (loss(outputs, y), None)
         except Exception as error:
             # Errors of optax about shapes and dtypes do not show both arguments.
             with contextlib.suppress(Exception):
                 error.add_note(f"loss(outputs, y) got {_specs(outputs)} and {_specs(y)}.")
             raise
-        values = jnp.asarray(values)
-        if with_weight is not None:
+        values, divisor = jnp.asarray(losses[0]), losses[1]
+        if with_weight:
             # The loss has applied the weights, and may have reduced its values already.
             value = jnp.mean(_tree.at_least_float32(values))
         else:

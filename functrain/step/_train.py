@@ -72,7 +72,7 @@ def train_step(
         if learning_rate is not None:
             rate = jnp.asarray(learning_rate(_update_count(state)), jnp.float32)
             optimizer_logs = {**optimizer_logs, LastValue("learning_rate"): rate}
-        require_distinct_names("logs", aux.logs, optimizer_logs, "the optimizer")
+        require_distinct_names("logs", aux.logs, optimizer_logs)
         return new, loss, aux.replace(logs={**optimizer_logs, **aux.logs})
 
     if metrics:

@@ -127,12 +127,7 @@ def scaled(
 
 
 def compute_loss(
-    loss_fn: LossFn,
-    params: PyTree,
-    model_state: PyTree,
-    *args: PyTree,
-    rng: jax.Array | None,
-    training: bool,
+    loss_fn: LossFn, params: PyTree, model_state: PyTree, *args: PyTree, rng: Any, training: bool
 ) -> tuple[jax.Array, Aux]:
     """Returns ``loss_fn(params, model_state, *args, rng=rng, training=training)``.
 

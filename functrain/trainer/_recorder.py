@@ -11,8 +11,10 @@ from functrain.common import _log_values, _tree
 from functrain.common._log_values import (
     LastValue,
     LogName,
+    SkippedInARow,
     SumOfWeights,
     is_loggable,
+    related,
     to_floats,
     to_values,
 )
@@ -257,12 +259,12 @@ def _mean(
     # All of these are [steps, 1] or [steps, members].
     values = rows[name].astype(np.float64).reshape(len(examples), -1)
     counts, is_reported = examples[:, None], is_reported[:, None]
-    for sums in _log_values.nearest(name, [x for x in rows if isinstance(x, SumOfWeights)]):
+    for sums in related(name, SumOfWeights, rows):
         counts = rows[sums].reshape(len(examples), -1)
         # A member that was stopped reports NaN.
         counts = np.where(np.isnan(counts), 1.0, counts)
     is_applied = is_reported
-    for count in _log_values.skip_counts(name, rows):
+    for count in related(name, SkippedInARow, rows):
         is_applied = is_applied & ~(rows[count].reshape(len(examples), -1) > 0)
     is_applied = np.where(is_applied.any(0), is_applied, is_reported)
     weights = is_applied * counts

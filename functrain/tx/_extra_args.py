@@ -8,9 +8,7 @@ from functrain.common._arguments import parameters
 from functrain.common._types import PyTree
 
 
-def with_any_extra_args(
-    tx: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def with_any_extra_args(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation with an `update` that ignores the keywords it does not know.
 
     `optax.with_extra_args_support` drops all keywords of transformations of another class than

@@ -10,7 +10,7 @@ import jax
 import optax
 
 from functrain.common import _patterns, _tree
-from functrain.common._checks import require, require_no_problems
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 from functrain.tx._extra_args import with_any_extra_args
 
@@ -35,8 +35,8 @@ def param_groups(
       ``rest`` if the pattern has no words.
 
     Raises:
-      ValueError: (from `init`) a pattern is not the first to match any param, or a param matches
-        no pattern.
+      ValueError: (from `init`) a pattern other than ``**`` is not the first to match any param, or
+        a param matches no pattern.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -49,7 +49,8 @@ def param_groups(
     group_names = _group_names(transformations)
 
     def label(path: Any, _: Any) -> str:
-        return group_names[_first_match(transformations, _tree.path_str(path))]
+        pattern: Any = _patterns.first_match(transformations, _tree.path_str(path))
+        return group_names[pattern]
 
     # `optax.partition` would drop the keywords that an `optax.MultiSteps` takes.
     with_keywords = map(with_any_extra_args, transformations.values())
@@ -59,14 +60,10 @@ def param_groups(
 
     def init(params: PyTree) -> PyTree:
         paths = [path for path, _ in _tree.leaves_with_path(params)]
-        without = [path for path in paths if not _patterns.any_matches(transformations, path)]
+        groups = _patterns.group_paths("param_groups", transformations, paths)
+        without = sorted(set(paths).difference(*groups.values()))
         advice = 'Add a last group "**" for all other params.'
         require_no_problems("param_groups", without, "a pattern for every param", advice)
-        used = {_first_match(transformations, path) for path in paths}
-        for pattern in transformations:
-            _patterns.require_match("param_groups", pattern, paths)
-            expected = "a pattern with params that no earlier pattern matches"
-            require(pattern in used, "param_groups", expected, pattern, "Put it before them.")
         return partition.init(params)
 
     return optax.GradientTransformationExtraArgs(init, partition.update)
@@ -81,7 +78,3 @@ def _group_names(patterns: Mapping[str, Any]) -> dict[str, str]:
         candidates = itertools.chain([words], (f"{words}_{i}" for i in itertools.count(2)))
         names[pattern] = next(name for name in candidates if name not in names.values())
     return names
-
-
-def _first_match(patterns: Mapping[str, Any], path: str) -> str:
-    return next(pattern for pattern in patterns if _patterns.matches(pattern, path))

@@ -112,10 +112,7 @@ class LossScaleState(NamedTuple):
 
 
 def loss_scale(
-    tx: optax.GradientTransformation,
-    *,
-    initial_scale: float = 2.0**15,
-    growth_interval: int = 2000,
+    tx: optax.GradientTransformation, *, initial_scale: float = 2.0**15, growth_interval: int = 2000
 ) -> optax.GradientTransformationExtraArgs:
     """Returns the transformation with a dynamic loss scale, for training in float16.
 

@@ -56,20 +56,6 @@ def test_any_position_can_be_sought() -> None:
     np.testing.assert_array_equal(loader.chunk(1, 2, 3), np.stack(batches[2:5]))
 
 
-def test_leaves_of_a_tree_stay_together() -> None:
-    loader = ArrayLoader({"x": X, "y": (2 * X[:, None], X.astype(np.uint8))}, 10, shuffle=True)
-    for batch in loader.epoch(0):
-        np.testing.assert_array_equal(2 * batch["x"][:, None], batch["y"][0])
-        assert batch["y"][1].dtype == np.uint8
-
-
-def test_batches_are_copies(tmp_path) -> None:
-    data = X.copy()
-    batch = next(ArrayLoader(data, 10).epoch(0))
-    batch[:] = -1
-    np.testing.assert_array_equal(data, X)
-
-
 def test_arrays_changed_at_the_last_chunk_of_an_epoch_make_the_whole_next_epoch() -> None:
     x = np.zeros(12, np.float32)
     loader = ArrayLoader(x, 2)

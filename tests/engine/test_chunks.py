@@ -5,7 +5,7 @@ import pytest
 
 import functrain as ft
 from functrain.data._adapt import as_batches
-from functrain.data._batch import example_count
+from functrain.data._batches import example_count
 from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine._plan import (
     CHUNK_PART,
@@ -246,8 +246,8 @@ def test_what_came_before_an_error_of_the_source_is_handed_out_first() -> None:
 def test_a_loader_makes_each_batch_once() -> None:
     loader, made = ft.ArrayLoader(np.arange(24), 2), []
     chunk, batch = loader.chunk, loader.batch
-    loader.chunk = lambda epoch, start, k, rows=None: (
-        made.extend(range(start, start + k)) or chunk(epoch, start, k, rows)
+    loader.chunk = lambda epoch, start, k, pad_to: (
+        made.extend(range(start, start + k)) or chunk(epoch, start, k, pad_to)
     )
     loader.batch = lambda epoch, index: made.append(index) or batch(epoch, index)
     sizes(Feed(loader, 5))

@@ -217,7 +217,7 @@ def test_sizes_that_make_no_mesh_are_refused(axes: Any) -> None:
     [
         (ft.sharding.rules({"**/up/**": P()}), r"down/kernel: expected a rule for this leaf"),
         (ft.sharding.rules({"**/upp/**": P(), "**": P()}), r"(?s)each pattern.*\*\*/upp"),
-        (lambda path, x, mesh: P("rows"), r"expected axes of the mesh, .*got 'rows'"),
+        (lambda path, x, mesh: P("rows"), r"down/kernel: expected a spec that divides .*rows"),
         (lambda path, x, mesh: P(None, None, "data"), r"kernel: expected a spec of at most 2 axes"),
         (ft.sharding.fsdp("rows"), r"fsdp\('rows'\): expected axes of the mesh"),
     ],
@@ -227,15 +227,9 @@ def test_rules_that_do_not_fit_are_refused_by_leaf(rule: ft.sharding.Rule, messa
         ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, rule)
 
 
-def test_a_pattern_whose_leaves_all_go_to_others_is_refused() -> None:
-    rule = ft.sharding.rules({"block/**": P(), "**/up/*": P("data"), "**": P()})
-    with pytest.raises(ValueError, match=r"\*\*/up/\*: perhaps"):
-        ft.sharding.shardings(abstract(optax.sgd(0.1)), MESH, rule)
-
-
 def test_what_a_mesh_does_not_divide_is_refused_with_what_to_do() -> None:
     params = {"w": jax.ShapeDtypeStruct((6, 5), jnp.float32)}
-    with pytest.raises(ValueError, match=r"w: expected float32\[6, 5\] to be divided .* 6 is not"):
+    with pytest.raises(ValueError, match=r"w: expected a spec that divides float32\[6, 5\] .* 6 "):
         ft.sharding.shardings(params, MESH, ft.sharding.rules({"w": P("data")}))
     with pytest.raises(TypeError, match=r"patterns\['w'\]: expected a jax.sharding.PartitionSpec"):
         ft.sharding.rules({"w": "data"})  # type: ignore[dict-item]

@@ -46,14 +46,14 @@ def test_the_shapes_of_the_batch_are_noted_once(way) -> None:
     with pytest.raises(Exception, match=r"\(7,\) and \(5,\)|got \(7|contracting") as error:
         take_step(STATE, step, batch)
     rows = 2 if way == "micro-batches" else 4
-    shapes = [note for note in error.value.__notes__ if note.startswith("Shapes: ")]
-    assert shapes == [f"Shapes: batch[0] float32[{rows}, 7], batch[1] float32[{rows}, 1]."]
+    shapes = [note for note in error.value.__notes__ if note.startswith("Shapes of the batch:")]
+    assert shapes == [f"Shapes of the batch:\n  0: float32[{rows}, 7]\n  1: float32[{rows}, 1]"]
 
 
 def test_the_shapes_of_inputs_are_noted_in_a_prediction() -> None:
     with pytest.raises(TypeError, match="contracting") as error:
         ft.predict_step(MODEL)(STATE, np.ones((4, 7), np.float32))
-    assert "Shapes: batch float32[4, 7]." in error.value.__notes__
+    assert "Shapes of the batch:\n  (root): float32[4, 7]" in error.value.__notes__
 
 
 def test_an_error_of_the_loss_on_outputs_has_both_shapes() -> None:

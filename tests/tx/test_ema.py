@@ -75,14 +75,6 @@ def test_under_multi_steps_it_takes_a_step_with_each_update() -> None:
     np.testing.assert_allclose(ft.tx.ema_params(state)["w"], average, rtol=1e-6)
 
 
-def test_a_skipped_step_is_no_step_of_it() -> None:
-    tx = ft.tx.skip_non_finite(optax.chain(optax.sgd(0.1), ft.tx.ema(0.5, debias=True)))
-    state, _ = walked(tx, 3)
-    before = digest(ft.tx.ema_params(state))
-    state = state.apply_gradients({"w": jnp.full((3, 1), jnp.nan)}, tx)
-    assert digest(ft.tx.ema_params(state)) == before
-
-
 def test_a_fit_evaluates_with_the_average() -> None:
     tx = optax.chain(optax.sgd(0.1), ft.tx.ema(0.9))
     step = ft.train_step(loss_fn, tx)
