@@ -40,7 +40,7 @@ class Linen:
     def __init__(self, module: nn.Module, variables: Mapping[str, PyTree] | None) -> None:
         self._model = from_linen(module)
         # Sown values belong to one application, as in `functrain.from_linen`.
-        collections = dict(flax.core.unfreeze(dict(variables or {})))
+        collections = flax.core.unfreeze(dict(variables or {}))
         lasting = collections.keys() - {"losses", "intermediates"}
         self._initial_values: Values = _tree.copy({name: collections[name] for name in lasting})
 

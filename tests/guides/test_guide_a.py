@@ -2,7 +2,6 @@
 
 import bridge  # isort: skip  # before keras
 
-import jax
 import keras
 import numpy as np
 import optax
@@ -11,8 +10,6 @@ import pytest
 import functrain as ft
 from tests.guides import by_hand
 from tests.guides.by_hand import (
-    assert_fused,
-    assert_same,
     batches,
     digits,
     mlp,
@@ -49,61 +46,6 @@ def train():
 def held_out():
     x, y = digits(3_000, one_hot=True)
     return x[2_000:], y[2_000:]
-
-
-def test_a1_a_loss_returns_its_value_and_the_updated_non_trainables(train) -> None:
-    model = mlp(keras.layers.BatchNormalization())
-    x, y = batches(train, BATCH)[0]
-    loop = by_hand.Loop(model, CROSS_ENTROPY)
-    trainable, non_trainable = (
-        values(model.trainable_variables),
-        values(model.non_trainable_variables),
-    )
-    gradient = jax.jit(loop.gradient, static_argnums=4)
-    (loss, (_, updated)), grads = gradient(trainable, non_trainable, x, y, True)
-
-    state = bridge.create_state(model, optax.sgd(0.1))
-    ours = jax.jit(
-        jax.value_and_grad(
-            lambda params, rest: loss_fn_of(model)(params, rest, (x, y), rng=None, training=True),
-            has_aux=True,
-        )
-    )
-    (value, aux), ours_grads = ours(state.params, state.model_state)
-    assert_same([value], [loss])
-    bridge.to_keras(ft.TrainState.create(params=ours_grads, tx=optax.sgd(0.1),
-                                         model_state=aux.model_state), model)  # fmt: skip
-    assert_same(values(model.trainable_variables), grads)
-    assert_same(values(model.non_trainable_variables), updated)
-    assert not np.array_equal(updated[0], non_trainable[0])  # they do move
-
-
-@pytest.mark.long
-def test_a3_optax_updates_as_by_hand(train) -> None:
-    model, tx = mlp(), optax.adam(1e-3)
-    params = values(model.trainable_variables)
-    opt_state = tx.init(params)
-    gradient = by_hand.Loop(model, CROSS_ENTROPY).gradient
-
-    @jax.jit
-    def train_step(params, opt_state, x, y):
-        (loss, _), grads = gradient(params, [], x, y, True)
-        updates, opt_state = tx.update(grads, opt_state, params)
-        return loss, optax.apply_updates(params, updates), opt_state
-
-    losses = []
-    for x, y in batches(train, BATCH):
-        loss, params, opt_state = train_step(params, opt_state, x, y)
-        losses.append(loss)
-    state, step = bridge.create_state(model, tx), ft.train_step(loss_fn_of(model), tx)
-    _, history = ft.fit(state, step, ft.ArrayLoader(train, BATCH), verbose=0)
-    assert_fused(history.steps["loss"], losses)
-    step, found = jax.jit(step), []
-    for batch in batches(train, BATCH):
-        state, logs = step(state, batch)
-        found.append(logs["loss"])
-    assert_same(found, losses)
-    assert_same(values(bridge.to_keras(state, model).trainable_variables), params)
 
 
 ADAM = optax.adam(1e-3)
@@ -145,18 +87,6 @@ def test_a5_the_running_metric_is_read_in_mid_epoch(train) -> None:
 
     ours(mlp(), train, hooks=[log])
     assert seen == {n * BATCH: running[n - 1] for n in (10, 20)}
-
-
-def test_a6_trained_values_go_back_into_the_model_which_is_saved(train, tmp_path) -> None:
-    loop, _, _, state = raw(mlp(), train)
-    expected = loop.write_back(state)
-    model = mlp()
-    trained, _ = ours(model, train)
-    bridge.to_keras(trained, model).save(tmp_path / "model.keras")
-    loaded = keras.models.load_model(tmp_path / "model.keras")
-    x = train[0][:100]
-    assert_same([loaded(x)], [model(x)])
-    np.testing.assert_allclose(loaded(x), expected(x), rtol=1e-3, atol=1e-5)
 
 
 def test_a8_an_evaluation_loop_has_metrics_of_its_own(train, held_out) -> None:

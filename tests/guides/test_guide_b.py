@@ -98,28 +98,6 @@ def test_b2_sample_weights_reach_the_loss_and_the_metrics(data) -> None:
     assert abs(weighted["mae"][0] - plain["mae"][0]) > 0.001
 
 
-def test_b5_callbacks_go_on_working(data) -> None:
-    x, y, _ = data
-
-    def callbacks():
-        return [
-            keras.callbacks.LearningRateScheduler(lambda epoch: 0.01 / (epoch + 1)),
-            keras.callbacks.EarlyStopping("loss", patience=0, min_delta=10.0),
-        ]
-
-    _, history = same_as_keras(lambda: compiled(functional()), x, y, callbacks=callbacks)
-    assert history["learning_rate"] == pytest.approx([0.01, 0.005])
-
-
-def test_b5_distribution_goes_on_working(data) -> None:
-    x, y, _ = data
-    keras.distribution.set_distribution(keras.distribution.DataParallel())
-    try:
-        same_as_keras(lambda: compiled(functional()), x[:256], y[:256])
-    finally:
-        keras.distribution.set_distribution(None)
-
-
 class GAN(keras.Model):
     """Two networks and two losses behind one `fit`; each network has the gradient of its own."""
 

@@ -85,28 +85,6 @@ def test_c2_accuracy_per_epoch_for_training_and_validation(split) -> None:
         assert history.epochs["val_accuracy"][epoch] == float(hand.result(measured))
 
 
-@pytest.mark.long
-def test_c3_eager_jitted_and_fused_give_the_same(split) -> None:
-    (x, y), _ = split
-    data = x[: 4 * BATCH], y[: 4 * BATCH]
-    results = {}
-    for way, options in {
-        "eager": {"jit": False},
-        "jitted": {"fuse": 1},
-        "fused": {"fuse": 3},
-    }.items():
-        state, step, _ = parts(mlp())
-        state, history = ft.fit(state, step, ft.ArrayLoader(data, BATCH), verbose=0, **options)
-        results[way] = jax.tree.leaves(state.params), history.steps["loss"]
-    hand = loop(mlp())
-    losses, _, _ = hand.epoch(hand.start(), batches(data, BATCH))
-    assert losses[-1] < losses[0]
-    assert_same(results["jitted"][1], results["fused"][1])
-    assert_same(results["jitted"][0], results["fused"][0])
-    assert_fused(results["fused"][1], losses)
-    np.testing.assert_allclose(results["eager"][1], losses, rtol=1e-4)
-
-
 def test_c3_an_exhausted_iterator_trains_nothing_there_and_is_refused_here(split) -> None:
     train, _ = split
     state, step, _ = parts(mlp())

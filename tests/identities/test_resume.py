@@ -83,13 +83,7 @@ def lives_that_are_killed(name: str, folder: pathlib.Path, killed_at: list[int])
 
 
 @pytest.mark.long
-def test_a_process_that_is_killed_twice_ends_with_the_same_bits(tmp_path: pathlib.Path) -> None:
-    expected = bits(train("mlp_with_dropout", tmp_path / "a", 4), tmp_path / "a")
-    assert lives_that_are_killed("mlp_with_dropout", tmp_path / "b", [7, 13]) == expected
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", sorted(set(TRAININGS) - {"mlp_with_dropout"}))
+@pytest.mark.parametrize("name", TRAININGS)
 def test_processes_that_are_killed_end_with_the_same_bits(
     name: str, tmp_path: pathlib.Path
 ) -> None:

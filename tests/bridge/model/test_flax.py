@@ -120,14 +120,10 @@ def test_the_open_way_takes_a_flax_layer_along(make: Callable[[], Any]) -> None:
     model = model_of(make())
     tx = optax.adam(0.01)
     loss_fn = ft.supervised(bridge.from_keras(model), bridge.loss("mse"))
-    state, losses = bridge.create_state(model, tx, rng=jax.random.key(0)), []
-    for _ in range(2):
-        end, history = ft.fit(
-            state, ft.train_step(loss_fn, tx), ft.ArrayLoader((X, Y), 8), epochs=2, verbose=0
-        )
-        losses.append(history.epochs["loss"])
-    np.testing.assert_array_equal(*losses)
-    assert losses[0][1] < losses[0][0]
+    state = bridge.create_state(model, tx, rng=jax.random.key(0))
+    step, loader = ft.train_step(loss_fn, tx), ft.ArrayLoader((X, Y), 8)
+    end, history = ft.fit(state, step, loader, epochs=2, verbose=0)
+    assert history.epochs["loss"][1] < history.epochs["loss"][0]
     bridge.to_keras(end, model)
     after = bridge.create_state(model, tx)
     jax.tree.map(np.testing.assert_array_equal, after.params, end.params)

@@ -11,14 +11,13 @@ import pytest
 from flax import nnx
 
 from bridge.model._from_flax import FlaxLayer
-from tests.bridge.flax_cases import Net, NnxNet, X, Y, make_dense, make_nnx, model_of
+from tests.bridge.flax_cases import Net, NnxNet, X, make_dense, make_nnx, model_of
 
 
 @pytest.mark.parametrize("make", [make_dense, make_nnx])
 def test_a_saved_model_comes_back(make: Any, tmp_path: Any) -> None:
     model = model_of(make)
-    model.compile("adam", "mse")
-    model.fit(X, Y, verbose=0)
+    model.set_weights([weight + 1 for weight in model.get_weights()])
     model.save(tmp_path / "model.keras")
     back = keras.models.load_model(tmp_path / "model.keras")
     clone = keras.models.clone_model(model)

@@ -1,7 +1,5 @@
 """from_keras equals Keras; create_state and to_keras leave the Keras model alive and whole."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import keras
@@ -26,16 +24,15 @@ def test_apply_equals_calling_the_model_bit_for_bit(build, training):
     assert_equal(got.model_state, _variables.values(_variables.layout(model))[1])
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_apply_under_jit_equals_calling_the_model_and_leaves_it_as_it_was(build, training):
+def test_apply_under_jit_equals_calling_the_model_and_leaves_it_as_it_was(build):
     model, x = build()
     before = snapshot(model)
     apply, params, model_state = start(model)
-    got = jax.jit(apply, static_argnames="training")(params, model_state, x, training=training)
+    got = jax.jit(lambda *args: apply(*args, training=True))(params, model_state, x)
     assert_equal(before, snapshot(model))
     # So that it can be the carry of a scan.
     assert specs(got.model_state) == specs(model_state)
-    assert_close(got.outputs, call(model, x, training), model)
+    assert_close(got.outputs, call(model, x, True), model)
     assert_close(got.losses, tuple(jnp.float32(loss) for loss in model.losses), model)
     assert_close(got.model_state, _variables.values(_variables.layout(model))[1], model)
 
@@ -54,13 +51,6 @@ def test_training_is_passed_only_where_call_takes_it():
     model(x)
     apply, params, model_state = start(model)
     assert_equal(apply(params, model_state, x, training=True).outputs, jnp.asarray(x))
-
-
-def test_losses_are_f32_scalars_under_mixed_precision(builders):
-    model, x = builders["mixed_bfloat16"]()
-    apply, params, model_state = start(model)
-    losses = apply(params, model_state, x).losses
-    assert [(loss.shape, loss.dtype) for loss in losses] == [((), jnp.float32)] * 2
 
 
 # State
@@ -88,16 +78,6 @@ def test_init_returns_present_values_in_new_buffers(builders):
     np.testing.assert_array_equal(params["conv2d"]["kernel"], kernel)
     params["conv2d"]["kernel"].delete()
     np.asarray(kernel)
-
-
-def test_to_keras_takes_anything_with_params_and_model_state(builders):
-    model, _ = builders["batch_norm"]()
-    state = bridge.create_state(model, SGD)
-    params = jax.tree.map(lambda p: np.asarray(p) + 1, state.params)
-    before = np.asarray(model.layers[0].kernel)
-    same = bridge.to_keras(SimpleNamespace(params=params, model_state=state.model_state), model)
-    assert same is model
-    np.testing.assert_array_equal(model.layers[0].kernel, before + 1)
 
 
 # Randomness

@@ -48,9 +48,15 @@ def test_every_variable_has_one_path_in_keras_order(build):
     assert set(map(id, layout.seeds)) == set(map(id, seeds))
 
 
-def test_keras_to_state_to_another_instance_is_the_identity(build):
-    (source, _), (target, _) = build(), build()
-    bridge.to_keras(bridge.create_state(source, optax.sgd(0.1)), target)
+def test_another_instance_takes_the_state_and_predicts_the_same(build):
+    (source, x), (target, _) = build(), build()
+    state = bridge.create_state(source, optax.sgd(0.1))
+    outputs = [
+        bridge.from_keras(m).apply(state.params, state.model_state, x) for m in (source, target)
+    ]
+    assert jax.tree.structure(outputs[1].model_state) == jax.tree.structure(state.model_state)
+    assert_same_values(*(jax.tree.leaves(out.outputs) for out in outputs))
+    bridge.to_keras(state, target)
     assert_same_values(all_variables(source), all_variables(target))
 
 
@@ -74,16 +80,6 @@ def test_paths_have_the_names_that_the_model_shows(kind, names) -> None:
     for layer in members:
         kernel = inner[layer.name]["kernel"]
         np.testing.assert_array_equal(kernel, layer.kernel.value)
-
-
-def test_a_state_of_another_instance_trains_and_predicts(build):
-    (model, x), (other, _) = build(), build()
-    state = bridge.create_state(model, optax.sgd(0.1))
-    outputs = [
-        bridge.from_keras(m).apply(state.params, state.model_state, x) for m in (model, other)
-    ]
-    assert jax.tree.structure(outputs[1].model_state) == jax.tree.structure(state.model_state)
-    assert_same_values(*(jax.tree.leaves(out.outputs) for out in outputs))
 
 
 # Keras asks jax for float64.

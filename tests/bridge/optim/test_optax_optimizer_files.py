@@ -2,8 +2,6 @@
 
 import bridge  # isort: skip  # before keras: it chooses the backend
 
-import subprocess
-import sys
 from typing import Any
 
 import jax.numpy as jnp
@@ -39,24 +37,6 @@ def test_state_is_saved_and_training_goes_on(tmp_path: Any, suffix: str) -> None
     for each in (model, again):
         each.fit(X, Y, epochs=1, verbose=0, shuffle=False)
     assert same([v.value for v in model.variables], [v.value for v in again.variables])
-
-
-@pytest.mark.long
-def test_a_fresh_process_trains_on(tmp_path: Any) -> None:
-    model = fitted(bridge.OptaxOptimizer(optax.contrib.muon, learning_rate=1e-2))
-    model.save(tmp_path / "model.keras")
-    np.savez(tmp_path / "data.npz", x=X, y=Y)
-    model.fit(X, Y, epochs=1, verbose=0, shuffle=False)
-    code = (
-        "import sys, bridge, keras, numpy as np\n"
-        "model, data = keras.models.load_model(sys.argv[1]), np.load(sys.argv[2])\n"
-        "model.fit(data['x'], data['y'], epochs=1, verbose=0, shuffle=False)\n"
-        "np.save(sys.argv[3], np.concatenate([np.ravel(v.value) for v in model.variables]))\n"
-    )
-    files = [str(tmp_path / name) for name in ("model.keras", "data.npz", "out.npy")]
-    subprocess.run([sys.executable, "-c", code, *files], check=True)
-    expected = np.concatenate([np.ravel(v.value) for v in model.variables])
-    np.testing.assert_array_equal(np.load(files[2]), expected)
 
 
 @keras.saving.register_keras_serializable("tests")

@@ -51,25 +51,33 @@ def values(model: keras.Model) -> np.ndarray:
     return np.concatenate([np.ravel(np.asarray(v.value, np.float64)) for v in every])
 
 
-QUICK = ("Adam", "Muon", "SGD momentum, schedule", "Adam accumulation, schedule")
+PARTS = {"a": optax.adam(1e-2), "z": optax.sgd(0.1, momentum=0.9)}
+OPTAX: dict[str, Callable[[], Any]] = {
+    "adamw": lambda: bridge.OptaxOptimizer(optax.adamw, learning_rate=1e-2),
+    "multi_transform": lambda: bridge.OptaxOptimizer(optax.multi_transform(PARTS, by_layer)),
+    "MultiSteps": lambda: bridge.OptaxOptimizer(optax.MultiSteps(optax.adam(1e-2), 3)),
+}
+QUICK = ("Adam", "Muon", "SGD momentum, schedule", "Adam accumulation, schedule", *OPTAX)
 
 
 @pytest.mark.parametrize(
     "name",
     [
         name if name in QUICK else pytest.param(name, marks=pytest.mark.long)
-        for name in CASES
+        for name in [*CASES, *OPTAX]
         if name != "Adam ema"  # Keras's fit ends with the average in place of the weights
     ],
 )
 def test_keras_then_functrain_then_keras_is_the_uninterrupted_run(name: str) -> None:
-    whole = fit(make_model(CASES[name]()), 3)
-    model = fit(make_model(CASES[name]()))
-    state = go_on(model, bridge.optimizer(model.optimizer, model=model))
+    make = {**CASES, **OPTAX}[name]
+    whole, model = fit(make_model(make()), 3), fit(make_model(make()))
+    is_optax = name in OPTAX
+    tx = model.optimizer.tx if is_optax else bridge.optimizer(model.optimizer, model=model)
+    state = go_on(model, tx)
     assert int(state.step) == 16
     bridge.to_keras(state, model, optimizer="require")
-    ours, theirs = values(fit(model)), values(whole)
-    np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if is_optax else {"rtol": 2e-4, "atol": 2e-5}
+    np.testing.assert_allclose(values(fit(model)), values(whole), **tolerance)
 
 
 def test_starting_anew_instead_is_another_run() -> None:
@@ -78,27 +86,6 @@ def test_starting_anew_instead_is_another_run() -> None:
     state = go_on(model, bridge.optimizer(model.optimizer), optimizer="new")
     bridge.to_keras(state, model, optimizer="leave")
     assert np.max(np.abs(values(model) - values(whole))) > 1e-3
-
-
-PARTS = {"a": optax.adam(1e-2), "z": optax.sgd(0.1, momentum=0.9)}
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: bridge.OptaxOptimizer(optax.adamw, learning_rate=1e-2),
-        lambda: bridge.OptaxOptimizer(optax.multi_transform(PARTS, by_layer)),
-        lambda: bridge.OptaxOptimizer(optax.MultiSteps(optax.adam(1e-2), 3)),
-    ],
-    ids=["adamw", "multi_transform", "MultiSteps"],
-)
-def test_an_optax_optimizer_goes_both_ways(make: Any) -> None:
-    whole = fit(make_model(make()), 3)
-    model = fit(make_model(make()))
-    state = go_on(model, model.optimizer.tx)
-    assert int(state.step) == 16
-    bridge.to_keras(state, model, optimizer="require")
-    np.testing.assert_allclose(values(fit(model)), values(whole), rtol=1e-5, atol=1e-6)
 
 
 class Held(keras.Model):
