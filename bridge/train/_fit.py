@@ -164,7 +164,9 @@ def fit(
     callbacks = prepared.callbacks
     _checks.require_fit(model, callbacks, has_checkpointer=checkpointer is not None)
     with files_written(callbacks):
-        callbacks = _callback_list(model, callbacks, verbose, epochs, batches, add_history=True)
+        callbacks = _callback_list(
+            model, callbacks, verbose, batches, epochs=epochs, add_history=True
+        )
         hook = KerasHook(model, "train", batches, callbacks, evaluation=evaluation)
         saving: Saving | None = None
         if checkpointer is not None:
@@ -237,7 +239,7 @@ def evaluate(
     )
     arrays = prepared.x, prepared.y, prepared.sample_weight
     batches = keras_batches(model, arrays, prepared.batch_size, prepared.steps, trains=False)
-    callbacks = _callback_list(model, callbacks, verbose, 1, batches)
+    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     logs = run_evaluate(model, batches, callbacks, Options(fuse, rewrites))
     return logs if return_dict else keras_private.trainer.metrics_in_order(model, logs)
 
@@ -285,7 +287,7 @@ def predict(
     # A model that was not compiled has no loss or metrics, so calling it builds all there is.
     if not all(layer.built for layer in keras_private.layers.all_layers(model)):
         _build_by_call(model, batches.data)
-    callbacks = _callback_list(model, callbacks, verbose, 1, batches)
+    callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     return run_predict(model, batches, callbacks, Options(fuse, rewrites))
 
 
@@ -301,23 +303,13 @@ def _build_by_call(model: keras.Model, epochs: Any) -> None:
 
 
 def _callback_list(
-    model: keras.Model,
-    callbacks: Any,
-    verbose: Any,
-    epochs: int,
-    batches: Batches,
-    add_history: bool = False,
+    model: keras.Model, callbacks: Any, verbose: Any, batches: Batches, **options: Any
 ) -> Any:
     """Returns Keras's list of callbacks, with a progress bar in the first process."""
     # As in Keras, a CallbackList is used as it is, with or without a progress bar.
     if isinstance(callbacks, keras.callbacks.CallbackList):
         return callbacks
+    shown = {"add_progbar": verbose != 0 and jax.process_index() == 0, "verbose": verbose}
     return keras.callbacks.CallbackList(
-        callbacks,
-        add_history=add_history,
-        add_progbar=verbose != 0 and jax.process_index() == 0,
-        verbose=verbose,
-        epochs=epochs,
-        steps=batches.steps,
-        model=model,
+        callbacks, steps=batches.steps, model=model, **shown, **options
     )
