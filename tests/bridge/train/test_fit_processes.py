@@ -106,7 +106,7 @@ def test_what_processes_cannot_do_together_is_refused_in_each_of_them(
             "model: expected a model on the devices of all 2 processes",
             "callbacks: expected no BackupAndRestore beside checkpointer= or in several processes",
             "callbacks: expected no ModelCheckpoint beside checkpointer= or in several processes",
-            "x: sharding: expected batches that divide evenly over PartitionSpec('batch',)",
+            "x: sharding: expected batches that divide evenly over P('batch',) of the mesh",
             *["data: expected the same batches in every process"] * 3,
         )
         for line, begin in zip(lines, begins, strict=True):
