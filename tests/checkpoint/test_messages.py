@@ -38,7 +38,7 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "restore": (lambda: saver().restore(STATE, "3"), ValueError, "step: .*got '3'"),  # type: ignore[arg-type]
     "rollback": (lambda: saver().rollback(-1), ValueError, "step: .*got -1"),
     "source": (lambda: ft.warm_start(STATE, None), TypeError, "source: expected a path.*None"),  # type: ignore[arg-type]
-    "take": (lambda: ft.warm_start(STATE, "s", take=3), TypeError, "take: .*patterns?.*got int"),  # type: ignore[arg-type]
+    "take": (lambda: ft.warm_start(STATE, "s", take=3), TypeError, "take: .*patterns?.*got 3"),  # type: ignore[arg-type]
     "a run below a file": (lambda: ft.Checkpointer("file/x").save(STATE, 1), OSError, "file/x"),
 }
 
