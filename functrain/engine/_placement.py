@@ -124,8 +124,8 @@ def require_divisible(batches: Batches, sharding: NamedSharding) -> None:
     """Raises ValueError if devices cannot divide batches evenly, for shapes known in advance."""
     expected = f"batches that divide evenly over {sharding.spec} of the mesh"
     advice = (
-        "Choose a batch size that is a multiple of the number of devices, and in training "
-        "drop_remainder=True if the last batch is smaller."
+        "Choose a batch size that is a multiple of the number of devices, and in training leave a "
+        "smaller last batch out, as a loader with drop_remainder=True does."
     )
     for batch in batches.known_shapes():
         lines = []
