@@ -69,7 +69,7 @@ def test_an_error_of_a_train_step_is_raised_with_the_shapes_of_its_batch() -> No
     state = bridge.keras_state(model, (X, Y))
     with pytest.raises(RuntimeError, match="of 4 arrays") as info:
         bridge.train_step(model)(state, (X, Y, X[:2], Y))
-    assert "batch[1] float32[32, 4], batch[2] float32[2, 4]" in info.value.__notes__[0]
+    assert "1: float32[32, 4]\n  2: float32[2, 4]" in info.value.__notes__[0]
 
 
 class Counts(layers.Layer):
