@@ -118,10 +118,12 @@ class Loop:
             state = own_state(state, arguments)
         self.arguments, self.epochs, self.position = arguments, arguments.epochs, arguments.position
         self.batches.require_epochs(self.epochs - self.position.epoch)
+        # Not `self`: a cycle would wait for the garbage collector, with the arrays of the run.
+        batches, triggers = self.batches, arguments.boundaries
         self.plan = plan or Plan(
             arguments.fuse,
             state_bytes=nbytes(state),
-            intervals=lambda: [self.batches.full_steps, longest_interval(arguments.boundaries)],
+            intervals=lambda: [batches.full_steps, longest_interval(triggers)],
             chip=accelerator_of(state),
         )
         self._chunks = functools.partial(chunks, self.batches, self.plan, arguments.boundaries)
