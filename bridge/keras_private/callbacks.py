@@ -94,6 +94,7 @@ def batches_until_action(callback: Any) -> int | None:
 
 
 def _batches_until_record(board: Any) -> int | None:
+    """Returns in how many batches TensorBoard writes next, or begins or ends a profile."""
     due: list[int] = []
     batches_seen = int(board._global_train_batch)
     if board.update_freq != "epoch":

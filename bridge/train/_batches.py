@@ -104,7 +104,10 @@ class KerasBatches(Batches):
         return Chunk(chunk, k, len(events), events)
 
     def _stack(self, k: int, limit: int) -> tuple[PyTree, list[BatchEvents]]:
-        """Copies the next batches; each before the next one, which may reuse its memory."""
+        """Stacks the next batches, and returns their events.
+
+        Each batch is copied before the next one is fetched, perhaps into the same memory.
+        """
         batch_events: list[BatchEvents] = []
 
         def contents() -> Iterator[PyTree]:

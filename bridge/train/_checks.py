@@ -105,7 +105,7 @@ def _require_callbacks(callbacks: Any) -> None:
         require(is_callback, "callbacks", "those of Keras", callback, advice, error=TypeError)
 
 
-def require_epochs(epochs: Any, initial_epoch: Any, split: Any, freq: Any) -> None:
+def require_epoch_arguments(epochs: Any, initial_epoch: Any, split: Any, freq: Any) -> None:
     """Raises ValueError for wrong values of the arguments about epochs and their evaluations."""
     require_integer("epochs", epochs, 0)
     require_integer("initial_epoch", initial_epoch, 0)

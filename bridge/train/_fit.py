@@ -120,7 +120,7 @@ def fit(
       ['loss', 'mae']
     """
     # A fit that one of the checks refuses has called no callback, and taken no step.
-    _checks.require_epochs(epochs, initial_epoch, validation_split, validation_freq)
+    _checks.require_epoch_arguments(epochs, initial_epoch, validation_split, validation_freq)
     # Keras offers this limit for debugging, and applies it in its own fit.
     epochs = min(epochs, keras.config.max_epochs() or epochs)
     prepared = _checks.prepared(

@@ -159,7 +159,10 @@ class KerasHook:
 
     @contextlib.contextmanager
     def whole_at_end(self, run: Loop) -> Iterator[None]:
-        """Context manager: closes a run, and leaves the model with all its values."""
+        """Context manager: closes a run, and leaves the model with all its values.
+
+        A program that failed after it had consumed the values leaves none.
+        """
         failure: BaseException | None = None
         try:
             with contextlib.closing(run):

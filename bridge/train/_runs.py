@@ -70,7 +70,7 @@ def run_fit(
     saving: Saving | None,
     quiet: bool,
 ) -> Any:
-    """Trains a model and returns its history. The model is whole afterwards, also after errors."""
+    """Trains a model and returns its history; see `KerasHook.whole_at_end` for its values."""
     model = hook.model
     # As in Keras 3.15.1, a fit of no epochs leaves the weights as they are.
     hook.finalizes = epochs > 0
@@ -178,8 +178,6 @@ def _begin(
         boundaries=(hook,),
         rewrites=options.rewrites,
         jit=is_jitted,
-        # The hook gives the run copies of the variables' arrays before the first step.
-        donate=True,
     )
     return Loop(
         state,

@@ -179,7 +179,10 @@ class IteratorBatches(Batches):
         self._position.ended = True
 
     def _compare_first(self, first: dict[str, Any]) -> list[str]:
-        """Compares the run's first batch with the one that its initial state yields now."""
+        """Returns how the run's first batch differs from the one that its initial state yields now.
+
+        Random data have no differences, but a warning.
+        """
         try:
             summary_now = self._first_summary(first["state"])
         except Exception as error:

@@ -35,7 +35,7 @@ RUN_AHEAD = 2
 
 @dataclasses.dataclass(eq=False, repr=False)
 class Driver:
-    """Runs chunks through compiled programs: ``(carry, chunk, const) -> (carry, rows)``.
+    """Runs chunks through compiled programs: ``(carry, chunk, n, *const) -> (carry, rows, done)``.
 
     In training the carry is the state, and the rows are logs. In evaluation the carry holds
     metrics, in prediction it is empty, and in both the state is a constant. The driver owns its

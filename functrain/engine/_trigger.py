@@ -229,7 +229,9 @@ def steps_until_due(triggers: Iterable[Trigger], step: int) -> int | None:
 
 
 def longest_interval(triggers: Sequence[Trigger]) -> int | None:
-    """Returns the longest interval between the first pauses; None if no pause follows.
+    """Returns the most steps between two of the first 32 pauses; None if there are fewer.
+
+    A chunk with more rows would seldom be full.
 
     Examples:
       >>> longest_interval([every(steps=100), at(10)])

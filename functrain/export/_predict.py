@@ -63,8 +63,8 @@ def predict(
         them; None for the shapes of `inputs` only.
       platforms: The platforms that it will run on: "cpu", "cuda", "rocm", "tpu". By default, the
         platform that exports it.
-      rewrites: As for `fuse`, if there is a single platform; for several nothing is rewritten. Most
-        rewrites need to know all lengths: ``shapes=None``.
+      rewrites: As for `functrain.fuse`, if there is a single platform; for several nothing is
+        rewritten. Most rewrites need to know all lengths: ``shapes=None``.
       overwrite: True replaces an existing file.
 
     Raises:

@@ -1,6 +1,7 @@
 """Evaluation during training."""
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from functrain.common._checks import require
@@ -75,8 +76,12 @@ class Evaluate:
         """Evaluates the event's state."""
         values = self.evaluation.measure(event.state)
         prefixed = {f"{self.prefix}{name}": value for name, value in values.items()}
-        clashes = sorted(prefixed.keys() & event.values.keys())
+        self.require_new(prefixed, event.values)
+        event.values |= prefixed
+
+    def require_new(self, names: Iterable[str], earlier: Iterable[str]) -> None:
+        """Raises ValueError if an evaluation would replace earlier values of an event."""
+        clashes = sorted(set(names).intersection(earlier))
         expected = f"one that gives names other than {clashes}, which the event has already"
         advice = "Give each evaluation its own, such as Evaluate(step, data, prefix='test_')."
         require(not clashes, "prefix", expected, self.prefix, advice)
-        event.values |= prefixed

@@ -36,7 +36,7 @@ from functrain.step._metered import MeteredStep
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class RunArguments:
-    """The arguments of a run, which nothing after `run_arguments` checks or converts again.
+    """The arguments of a run, as `run_arguments` returns them: checked and converted.
 
     Attributes:
       batches: The data.

@@ -74,7 +74,7 @@ def evaluate(
       step: A step from `eval_step`.
       data: An `ArrayLoader` or an iterable of batches, as for `run`.
       fuse: Batches per program.
-      rewrites: As for `fuse`.
+      rewrites: As for `functrain.fuse`.
       sharding: The sharding of one batch, as for `run`.
       jit: False runs uncompiled, for debugging, as in `run`.
 
@@ -195,7 +195,7 @@ def predict(
       data: Batches of inputs alone: ``ArrayLoader(x, batch_size)`` without shuffling, or an
         iterable.
       fuse: Batches per program.
-      rewrites: As for `fuse`.
+      rewrites: As for `functrain.fuse`.
       sharding: The sharding of one batch, as for `run`.
       jit: False runs uncompiled, for debugging, as in `run`.
 

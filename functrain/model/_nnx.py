@@ -145,10 +145,10 @@ def _reseed(state: PyTree, rng: jax.Array) -> PyTree:
 
     def seed(index: int, variable: PyTree) -> PyTree:
         if isinstance(variable, nnx.RngKey):
-            # The key depends on the index of the stream, not on its name: two dropout layers whose
+            # The key depends on the variable's index, not on its name: two dropout layers whose
             # streams share a name would otherwise draw the same mask.
             key = jax.random.fold_in(rng, index)
-            # Modules instance by `nnx.vmap` hold an array of keys, one for each copy of the layer.
+            # Modules made by `nnx.vmap` hold an array of keys, one for each copy of the layer.
             return jax.tree.map(
                 lambda old: jax.random.split(key, old.shape) if old.shape else key, variable
             )

@@ -110,7 +110,10 @@ def describe_user_line(eqn: core.JaxprEqn) -> str:
 
 
 def product_dtypes(jaxpr: Any) -> collections.Counter[str]:
-    """Returns how many products of matrices and convolutions have each floating-point dtype."""
+    """Returns how many products of matrices and convolutions have each floating-point dtype.
+
+    The dtype of a product is the wider of its operands'; those in loops count each time.
+    """
     counts: collections.Counter[str] = collections.Counter()
     for eqn, _, executions in walk_equations(jaxpr):
         if eqn.primitive in (primitives.dot_general_p, primitives.conv_general_dilated_p):
@@ -126,7 +129,7 @@ _producers: weakref.WeakKeyDictionary[core.Jaxpr, dict[Any, core.JaxprEqn]] = (
 )
 
 
-def find_producers(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
+def _producers_of(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
     """Returns the equation that computes each variable."""
     if jaxpr not in _producers:
         _producers[jaxpr] = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
@@ -135,7 +138,7 @@ def find_producers(jaxpr: core.Jaxpr) -> dict[Any, core.JaxprEqn]:
 
 def find_producer(atom: Any, jaxpr: core.Jaxpr) -> core.JaxprEqn | None:
     """Returns the equation that computes an atom; None for an input of the jaxpr or a literal."""
-    return None if isinstance(atom, core.Literal) else find_producers(jaxpr).get(atom)
+    return None if isinstance(atom, core.Literal) else _producers_of(jaxpr).get(atom)
 
 
 def substitute(substitutions: dict[Any, Any], atoms: Sequence[Any]) -> list[Any]:

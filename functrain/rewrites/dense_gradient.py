@@ -70,7 +70,7 @@ def _applies(eqn: JaxprEqn) -> bool:
     "a wide product, transposed afterwards, needs no copies of x or g",
 )
 def dense_gradient(lhs: jax.Array, rhs: jax.Array, **params: Any) -> jax.Array:
-    """Multiplies so that the result is wide, and transposes it afterwards."""
+    """Multiplies in the order whose result is wide; transposes it if operands were exchanged."""
     (contracted, _), _ = params["dimension_numbers"]
     precision = params["precision"]
     shape = (*lhs.shape[len(contracted) :], *rhs.shape[len(contracted) :])

@@ -56,14 +56,21 @@ def look_ahead(
     """
     # The checks trace with shapes only, without the shardings that explicit mesh axes require.
     can_trace = arguments.jit and not _placement.is_explicit(arguments.sharding)
-    names = {"loss", *(metric_names(step) if isinstance(step, MeteredStep) else ())}
+    metrics = metric_names(step) if isinstance(step, MeteredStep) else frozenset[str]()
+    # A step without metrics may report no loss, so its names are unknown here.
+    names, names_of_epochs = {"loss", *metrics}, {"loss", *metrics} if metrics else set[str]()
     is_population = traits_of(step).is_population
     read: list[Any] = [arguments.batches.data]
     monitored = []
     knows_all_names = True
     for hook in hooks:
         if isinstance(hook, Evaluate):
-            names |= _check_evaluation(hook, state, read, can_trace=can_trace)
+            evaluated = _check_evaluation(hook, state, read, can_trace=can_trace)
+            # Others are due within epochs: names that clash are found when two are due together.
+            if getattr(hook.every, "epochs", None):
+                hook.require_new(evaluated, names_of_epochs)
+                names_of_epochs |= evaluated
+            names |= evaluated
         knows_all_names &= isinstance(hook, _KNOWN_HOOKS)
         if isinstance(hook, EarlyStopping):
             _check_monitor(hook, state, is_population=is_population)

@@ -104,7 +104,7 @@ class Recorder:
             self._epoch_parts = []
 
     def after(self, event: Event) -> None:
-        """Records the event's values, including those that hooks have added."""
+        """Records the event's values after the hooks, with those that they have added."""
         for name, value in event.values.items():
             if not is_loggable(value, self._is_population):
                 raise TypeError(

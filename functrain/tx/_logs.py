@@ -69,7 +69,7 @@ def log_norm(
 
 
 def _parts(tree: PyTree, depth: int | None) -> dict[str, list[jax.Array]]:
-    """Returns the leaves of a tree by the first `depth` names of their paths."""
+    """Returns the leaves of a tree by the first `depth` names of their paths; none without."""
     parts: dict[str, list[jax.Array]] = {}
     for path, leaf in _tree.leaves_with_path(tree) if depth is not None else ():
         parts.setdefault("/".join(path.split("/")[:depth]), []).append(leaf)
