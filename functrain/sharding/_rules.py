@@ -153,6 +153,7 @@ def require_fitting_spec(
         NamedSharding(mesh, partition_spec).shard_shape(x.shape)
     except ValueError as error:
         raise ValueError(
-            f"{path}: expected a spec that divides {spec(x)} evenly, got {partition_spec}. Use "
-            f"another one for this leaf, or functrain.sharding.replicated. {error}"
+            f"{path}: expected a spec that divides {spec(x)} evenly over axes of the mesh, got "
+            f"{partition_spec}. Use another one for this leaf, or functrain.sharding.replicated. "
+            f"{error}"
         ) from error

@@ -9,7 +9,7 @@ from tests.distributed.reports import reports
 
 REFUSED = {
     "the axes of before": "ValueError: axes: expected sizes whose product is 2, the number of",
-    "the rule of before": r"ValueError: w: P\('data', 'model'\): expected axes of the mesh",
+    "the rule of before": r"ValueError: w: expected a spec that divides .* Resource axis: model",
     "no mesh": "CheckpointMismatchError: .*/run: expected a state on a mesh of all processes",
 }
 
