@@ -26,6 +26,7 @@ from functrain.rewrites.label_pick import label_pick, label_pick_gradient
 from functrain.rewrites.max_pool_gradient import max_pool_gradient
 from functrain.rewrites.patch_conv import patch_conv
 from functrain.rewrites.relu_gradient import bias_before_pooling, relu_before_pooling, relu_mask
+from functrain.rewrites.summed_after import summed_after
 from functrain.rewrites.swapped_conv import swapped_conv
 from functrain.rewrites.unrolled_scan import unrolled_scan
 from functrain.rewrites.volume_conv import volume_conv
@@ -41,6 +42,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # unrolled_scan comes first, so that the others see the bodies of the scans.
 REWRITES: tuple[Rewrite, ...] = (
     unrolled_scan,
+    summed_after,
     dense_gradient,
     depthwise_conv,
     dot_conv,
