@@ -106,10 +106,10 @@ def bridge_predict(workload: Workload) -> Run:
 # Loops written by hand.
 
 
-def _by_hand(workload: Workload) -> tuple[Any, Any]:
+def by_hand(workload: Workload) -> tuple[Any, Any]:
     """Returns the carry (state, totals) and ``step(carry, batch) -> carry``."""
     if workload.own_step:
-        return _own_by_hand(workload)
+        return own_by_hand(workload)
     model, tx = workload.model(), adam()
 
     def loss_fn(params: Any, rest: Any, batch: Any) -> Any:
@@ -132,7 +132,7 @@ def _by_hand(workload: Workload) -> tuple[Any, Any]:
     return ((params, rest, tx.init(params)), zero_totals()), step
 
 
-def _own_by_hand(workload: Workload) -> tuple[Any, Any]:
+def own_by_hand(workload: Workload) -> tuple[Any, Any]:
     state, own_step = workload.functrain_step()
 
     def step(carry: Any, batch: Any) -> Any:
@@ -150,7 +150,7 @@ def zero_totals() -> Totals:
 
 def jit_loop(workload: Workload) -> Run:
     """Returns a Python loop over NumPy batches with a jitted step that donates its carry."""
-    carry, step = _by_hand(workload)
+    carry, step = by_hand(workload)
     step = jax.jit(step, donate_argnums=0)
     x, y = workload.data()
 
@@ -167,7 +167,7 @@ def jit_loop(workload: Workload) -> Run:
 
 def scan(workload: Workload) -> Run:
     """Returns a `lax.scan` of the same step over an epoch that is already on the device."""
-    carry, step = _by_hand(workload)
+    carry, step = by_hand(workload)
     epoch = _stacked(workload, workload.steps)[0]
 
     def all_steps(carry: Any, epoch: Any) -> Any:

@@ -21,7 +21,8 @@ from benchmarks.workloads import Workload, drawn_kernel
 def network(workload: Workload) -> nn.Module:
     """Returns the network of a workload. It takes inputs as Keras does, and returns logits."""
     model = workload.model()
-    net = Transformer(model) if workload.name == "transformer" else Graph(model)
+    is_transformer = workload.name in ("transformer", "gpt2")
+    net = Transformer(model) if is_transformer else Graph(model)
     return net.to(memory_format=torch.channels_last)
 
 
@@ -190,6 +191,7 @@ MODULES: dict[type, Callable[[Any], nn.Module]] = {
     layers.LSTM: Lstm,
     layers.MaxPooling2D: lambda layer: nn.MaxPool2d(layer.pool_size, layer.strides),
     layers.ReLU: lambda layer: nn.ReLU6() if layer.max_value else nn.ReLU(),
+    layers.Rescaling: lambda layer: Call(lambda x: x * layer.scale + layer.offset),
     layers.SeparableConv2D: separable,
     layers.ZeroPadding2D: zero_padding,
 }
@@ -217,7 +219,7 @@ class Attention(nn.Module):
 
 
 class Transformer(nn.Module):
-    """`workloads.transformer` in PyTorch."""
+    """`workloads.language_model` in PyTorch."""
 
     def __init__(self, model: keras.Model):
         super().__init__()
@@ -233,7 +235,7 @@ class Transformer(nn.Module):
         self.norm, self.logits = layer_norm(next(norms)), dense(next(denses))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns `f32[B, T, 256]` for tokens `i32[B, T]`."""
+        """Returns logits `[B, T, V]` for tokens `i32[B, T]`."""
         x = self.tokens(x) + self.places.weight
         for block in self.blocks:
             x = block(x)

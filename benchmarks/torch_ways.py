@@ -12,6 +12,37 @@ from benchmarks.workloads import Workload
 
 # Compiles a function of tensors, or returns it as it is.
 Compiler = Callable[[Any], Any]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# As JAX does on a GPU.
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+torch.backends.cudnn.benchmark = True
+
+
+def torch_graph(workload: Workload) -> Run:
+    """Returns a loop over one CUDA graph of the whole step, whose loss is compiled.
+
+    The graph reads a batch from where it was recorded with one, so each batch is copied there.
+    """
+    step = classification(workload, lambda f: torch.compile(f, dynamic=False), in_graph=True)
+    x, y = tensors(workload)
+    batch_x, batch_y = x[: workload.batch].clone(), y[: workload.batch].clone()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(batch_x, batch_y)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = step(batch_x, batch_y)
+
+    def replay(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        batch_x.copy_(x)
+        batch_y.copy_(y)
+        graph.replay()
+        return recorded
+
+    return looping(workload, replay, x, y)
 
 
 def torch_compile(workload: Workload) -> Run:
@@ -26,12 +57,21 @@ def torch_compile(workload: Workload) -> Run:
 def torch_eager(workload: Workload, compiler: Compiler = lambda function: function) -> Run:
     """Returns the usual training loop over slices of an array, with a fused Adam."""
     step = gan(compiler) if workload.own_step else classification(workload, compiler)
-    x, y = (torch.from_numpy(array) for array in workload.data())
-    y = y.long()
+    return looping(workload, step, *tensors(workload))
+
+
+def tensors(workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the inputs and labels of an epoch, on the device."""
+    x, y = (torch.from_numpy(array).to(DEVICE) for array in workload.data())
+    return x, y.long()
+
+
+def looping(workload: Workload, step: Any, x: torch.Tensor, y: torch.Tensor) -> Run:
+    """Returns a loop of ``step(x, y) -> f32[2]`` over slices of the tensors."""
 
     def run() -> float:
         # Sums of the loss and of the accuracy. They are read after the last step only.
-        totals = torch.zeros(2)
+        totals = torch.zeros(2, device=DEVICE)
         for i in range(0, len(x), workload.batch):
             totals += step(x[i : i + workload.batch], y[i : i + workload.batch])
         return float(totals[0]) / workload.steps
@@ -39,24 +79,31 @@ def torch_eager(workload: Workload, compiler: Compiler = lambda function: functi
     return run
 
 
-def adam(parameters: Any, learning_rate: float = 1e-3) -> torch.optim.Adam:
+def adam(
+    parameters: Any, learning_rate: float = 1e-3, *, capturable: bool = False
+) -> torch.optim.Adam:
     """Returns the optimizer of every way, Adam with the epsilon of Keras."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
-    return torch.optim.Adam(trainable, learning_rate, eps=1e-7, fused=True)
+    options: Any = {"eps": 1e-7, "fused": True, "capturable": capturable}
+    return torch.optim.Adam(trainable, learning_rate, **options)
 
 
-def classification(workload: Workload, compiler: Compiler) -> Any:
+def classification(workload: Workload, compiler: Compiler, *, in_graph: bool = False) -> Any:
     """Returns ``step(x, y) -> f32[2]``, the loss and the accuracy of the batch."""
-    net = network(workload)
-    optimizer = adam(net.parameters())
+    net = network(workload).to(DEVICE)
+    optimizer = adam(net.parameters(), capturable=in_graph)
+    is_mixed = workload.policy == "mixed_bfloat16"
 
     @compiler
     def loss_fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, y = net(x).flatten(0, -2), y.flatten()
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=is_mixed):
+            logits = net(x)
+        logits, y = logits.flatten(0, -2).float(), y.flatten()
         return F.cross_entropy(logits, y), (logits.argmax(-1) == y).float().mean()
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
+        # A graph writes the gradients where it was recorded.
+        optimizer.zero_grad(set_to_none=not in_graph)
         loss, hits = loss_fn(x, y)
         loss.backward()
         optimizer.step()

@@ -33,6 +33,7 @@ class Workload:
         a scan of the same step.
       own_step: "module:function" that returns the state and the step, for models that are not
         classifiers. `build` is None then.
+      policy: The name of Keras's dtype policy, such as "mixed_bfloat16". Logits are f32 always.
     """
 
     name: str
@@ -44,12 +45,18 @@ class Workload:
     big: bool = False
     sensitive: bool = False
     own_step: str = ""
+    policy: str = "float32"
 
     def model(self) -> keras.Model:
         """Returns a new model, with the same initial weights on every backend."""
         assert self.build is not None, f"{self.name} is not a Keras model"
         keras.utils.set_random_seed(0)
-        model = self.build()
+        default = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(self.policy)
+        try:
+            model = self.build()
+        finally:
+            keras.config.set_dtype_policy(default)
         draw_kernels(model)
         return model
 
@@ -89,10 +96,26 @@ def noise(*shape: int, classes: int = 10, labels: tuple[int, ...] = ()) -> Calla
     return make
 
 
-def tokens(n: int) -> Arrays:
-    """Returns n sequences of 64 random tokens below 256, and the next tokens as labels."""
-    text = np.random.default_rng(0).integers(256, size=(n, 65), dtype=np.int32)
-    return text[:, :-1], text[:, 1:]
+def tokens(length: int = 64, vocabulary: int = 256) -> Callable[[int], Arrays]:
+    """Returns a function that draws n sequences of tokens, and the next tokens as labels."""
+
+    def make(n: int) -> Arrays:
+        rng = np.random.default_rng(0)
+        text = rng.integers(vocabulary, size=(n, length + 1), dtype=np.int32)
+        return text[:, :-1], text[:, 1:]
+
+    return make
+
+
+def photos(size: int, classes: int) -> Callable[[int], Arrays]:
+    """Returns a function that draws images `u8[n, size, size, 3]` and labels `i32[n]`."""
+
+    def make(n: int) -> Arrays:
+        rng = np.random.default_rng(0)
+        x = rng.integers(256, size=(n, size, size, 3), dtype=np.uint8)
+        return x, rng.integers(classes, size=n, dtype=np.int32)
+
+    return make
 
 
 def words(vocabulary: int, *shape: int, classes: int = 2) -> Callable[[int], Arrays]:
@@ -196,11 +219,35 @@ def encoder_block(x: Any, heads: int, causal: bool = False) -> Any:
 
 def transformer() -> keras.Model:
     """Returns two causal blocks of width 64 that predict the next of 64 tokens."""
-    inputs = keras.Input((64,), dtype="int32")
-    x = with_places(layers.Embedding(256, 64)(inputs))
-    for _ in range(2):
-        x = encoder_block(x, 4, causal=True)
-    return keras.Model(inputs, layers.Dense(256)(layers.LayerNormalization()(x)))
+    return language_model(64, 64, 2, 4, 256)
+
+
+def language_model(
+    length: int, width: int, blocks: int, heads: int, vocabulary: int, *, bias: bool = True
+) -> keras.Model:
+    """Returns causal blocks that predict the next token, `bias` being that of the logits."""
+    inputs = keras.Input((length,), dtype="int32")
+    x = with_places(layers.Embedding(vocabulary, width)(inputs))
+    for _ in range(blocks):
+        x = encoder_block(x, heads, causal=True)
+    x = layers.Dense(vocabulary, use_bias=bias)(layers.LayerNormalization()(x))
+    return keras.Model(inputs, in_float32(x))
+
+
+def in_float32(logits: Any) -> Any:
+    """Returns logits in float32, also those of a model that computes in bfloat16."""
+    is_single = logits.dtype == "float32"
+    return logits if is_single else layers.Activation("linear", dtype="float32")(logits)
+
+
+def resnet50(size: int, classes: int) -> keras.Model:
+    """Returns ResNet50 for images of bytes."""
+    inputs = keras.Input((size, size, 3), dtype="uint8")
+    x = layers.Rescaling(1 / 127.5, -1)(inputs)
+    x = keras.applications.ResNet50(
+        input_tensor=x, weights=None, classes=classes, classifier_activation=None
+    ).output
+    return keras.Model(inputs, in_float32(x))
 
 
 def vit() -> keras.Model:
@@ -276,7 +323,7 @@ _ALL = [
     Workload("lstm", 32, 128, recurrent(lambda: layers.LSTM(32)), noise(32, 8), quick=True),
     Workload("gru", 32, 128, recurrent(lambda: layers.GRU(32)), noise(32, 8)),
     Workload("bidirectional-lstm", 32, 128, recurrent(two_way_lstm), noise(32, 8)),
-    Workload("transformer", 16, 32, transformer, tokens),
+    Workload("transformer", 16, 32, transformer, tokens()),
     Workload("vit", 32, 16, vit, mnist(28, 28, 1)),
     Workload("bert-tiny", 16, 16, bert_tiny, words(8192, 64)),
     Workload("mnist-convnet", 32, 32, convnet, mnist(28, 28, 1), quick=True),
@@ -289,3 +336,28 @@ _ALL = [
     _application("resnet50", "ResNet50"),
 ]
 WORKLOADS = {workload.name: workload for workload in _ALL}
+
+# What `benchmarks.gpu` adds, GPT-2 of 124M parameters with an untied head, and ResNet50 at the size
+# of ImageNet; and the same for `--quick`.
+_MIXED: Any = {"big": True, "policy": "mixed_bfloat16"}
+LARGE = {
+    "gpt2": Workload(
+        "gpt2",
+        16,
+        16,
+        lambda: language_model(1024, 768, 12, 12, 50_304, bias=False),
+        tokens(1024, 50_304),
+        **_MIXED,
+    ),
+    "resnet50-224": Workload(
+        "resnet50-224", 256, 8, lambda: resnet50(224, 1000), photos(224, 1000), **_MIXED
+    ),
+}
+SMALL = {
+    "gpt2": Workload(
+        "gpt2", 2, 8, lambda: language_model(32, 64, 2, 4, 256, bias=False), tokens(32), **_MIXED
+    ),
+    "resnet50-224": Workload(
+        "resnet50-224", 2, 8, lambda: resnet50(32, 10), photos(32, 10), **_MIXED
+    ),
+}
