@@ -3,7 +3,6 @@
 A part is a function ``part(quick, rounds)`` that yields the name of a result, and the result.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -20,14 +19,18 @@ import keras
 import numpy as np
 
 import functrain as ft
-from benchmarks import jax_ways, keras_ways, workloads
+from benchmarks import jax_ways, keras_ways
 from benchmarks.jax_ways import by_hand, functrain_parts
+from benchmarks.workloads import WORKLOADS as KNOWN
+from benchmarks.workloads import Arrays, Workload, in_float32, language_model, tokens
 
 WORKLOADS = ["digits-mlp", "mnist-mlp", "mnist-convnet", "transformer"]
 KS = [1, 8, 32, 128]
 LEAVES = [4, 40, 400]
 MEMBERS = [1, 32, 256]
 WARM_UPS = 3
+
+MIXED: Any = {"big": True, "policy": "mixed_bfloat16"}
 
 # The name of a result, and numbers or texts by name.
 Result = tuple[str, Any]
@@ -107,29 +110,67 @@ def torch(quick: bool, rounds: int) -> Iterator[Result]:
     """Times plain PyTorch with data on the device, as it is, compiled and as one CUDA graph."""
     for name in WORKLOADS[: 1 if quick else None]:
         n = 8 if quick else (1024 if name.endswith("mlp") else 128)
-        yield name, _timed(dict(_torch_ways(_sized(name, n))), n, rounds)
+        yield (
+            name,
+            _timed({way: make(_sized(name, n)) for way, make in _torch_ways().items()}, n, rounds),
+        )
 
 
-def _torch_ways(workload: Any) -> Iterator[tuple[str, Run]]:
-    """Yields the ways of PyTorch by name; nothing where it is not installed."""
-    with contextlib.suppress(ImportError):
+def _torch_ways() -> dict[str, Callable[[Workload], Run]]:
+    """Returns the ways of PyTorch by name; none where it is not installed."""
+    try:
         from benchmarks import torch_ways
+    except ImportError:
+        return {}
+    ways = {"torch-eager": torch_ways.torch_eager, "torch-compile": torch_ways.torch_compile}
+    if torch_ways.DEVICE.type == "cuda":
+        ways["torch-graph"] = torch_ways.torch_graph
+    return ways
 
-        yield "torch-eager", torch_ways.torch_eager(workload)
-        yield "torch-compile", torch_ways.torch_compile(workload)
-        if torch_ways.DEVICE.type == "cuda":
-            yield "torch-graph", torch_ways.torch_graph(workload)
+
+def gpt2(quick: bool) -> Workload:
+    """Returns GPT-2 of 124M parameters with an untied head, or a small one."""
+    length, width, blocks, heads, vocabulary = (
+        (32, 64, 2, 4, 256) if quick else (1024, 768, 12, 12, 50_304)
+    )
+    build = functools.partial(language_model, length, width, blocks, heads, vocabulary, bias=False)
+    batch, steps = (2, 8) if quick else (16, 16)
+    return Workload("gpt2", batch, steps, build, tokens(length, vocabulary), **MIXED)
+
+
+def resnet50(quick: bool) -> Workload:
+    """Returns ResNet50 for images of bytes at the size of ImageNet, or for small ones."""
+    size, classes, batch = (32, 10, 2) if quick else (224, 1000, 256)
+
+    def build() -> keras.Model:
+        inputs = keras.Input((size, size, 3), dtype="uint8")
+        x = keras.layers.Rescaling(1 / 127.5, -1)(inputs)
+        net = keras.applications.ResNet50(
+            input_tensor=x, weights=None, classes=classes, classifier_activation=None
+        )
+        return keras.Model(inputs, in_float32(net.output))
+
+    def photos(n: int) -> Arrays:
+        rng = np.random.default_rng(0)
+        x = rng.integers(256, size=(n, size, size, 3), dtype=np.uint8)
+        return x, rng.integers(classes, size=n, dtype=np.int32)
+
+    return Workload("resnet50-224", batch, 8, build, photos, **MIXED)
+
+
+LARGE = {"gpt2": gpt2, "resnet50-224": resnet50}
 
 
 def large(name: str, way: str, quick: bool, rounds: int) -> Iterator[Result]:
     """Times one way of a large model, its first step, and its peak of memory."""
 
-    workload = (workloads.SMALL if quick else workloads.LARGE)[name]
+    workload = LARGE[name](quick)
     start = time.perf_counter()
     if way.startswith("torch"):
-        run = dict(_torch_ways(workload)).get(way)
-        if run is None:
+        make = _torch_ways().get(way)
+        if make is None:
             return
+        run = make(workload)
     elif way in ("fused", "jit-loop", "scan"):
         ways = _programs(workload, [8] if way == "fused" else [], 8)
         run = next(make() for key, make in ways.items() if key.startswith(way))
@@ -197,7 +238,7 @@ def populations(quick: bool, rounds: int) -> Iterator[Result]:
 
 def _sized(name: str, steps: int) -> Any:
     """Returns a workload with so many steps."""
-    return dataclasses.replace(workloads.WORKLOADS[name], steps=steps)
+    return dataclasses.replace(KNOWN[name], steps=steps)
 
 
 def _programs(workload: Any, ks: list[int], k_by_hand: int) -> dict[str, Callable[[], Run]]:

@@ -107,17 +107,6 @@ def tokens(length: int = 64, vocabulary: int = 256) -> Callable[[int], Arrays]:
     return make
 
 
-def photos(size: int, classes: int) -> Callable[[int], Arrays]:
-    """Returns a function that draws images `u8[n, size, size, 3]` and labels `i32[n]`."""
-
-    def make(n: int) -> Arrays:
-        rng = np.random.default_rng(0)
-        x = rng.integers(256, size=(n, size, size, 3), dtype=np.uint8)
-        return x, rng.integers(classes, size=n, dtype=np.int32)
-
-    return make
-
-
 def words(vocabulary: int, *shape: int, classes: int = 2) -> Callable[[int], Arrays]:
     """Returns a function that draws word indices `i32[n, *shape]` and labels `i32[n]`."""
 
@@ -240,16 +229,6 @@ def in_float32(logits: Any) -> Any:
     return logits if is_single else layers.Activation("linear", dtype="float32")(logits)
 
 
-def resnet50(size: int, classes: int) -> keras.Model:
-    """Returns ResNet50 for images of bytes."""
-    inputs = keras.Input((size, size, 3), dtype="uint8")
-    x = layers.Rescaling(1 / 127.5, -1)(inputs)
-    x = keras.applications.ResNet50(
-        input_tensor=x, weights=None, classes=classes, classifier_activation=None
-    ).output
-    return keras.Model(inputs, in_float32(x))
-
-
 def vit() -> keras.Model:
     """Returns four blocks of width 64 over the 49 patches of a digit."""
     inputs = keras.Input((28, 28, 1))
@@ -336,28 +315,3 @@ _ALL = [
     _application("resnet50", "ResNet50"),
 ]
 WORKLOADS = {workload.name: workload for workload in _ALL}
-
-# What `benchmarks.gpu` adds, GPT-2 of 124M parameters with an untied head, and ResNet50 at the size
-# of ImageNet; and the same for `--quick`.
-_MIXED: Any = {"big": True, "policy": "mixed_bfloat16"}
-LARGE = {
-    "gpt2": Workload(
-        "gpt2",
-        16,
-        16,
-        lambda: language_model(1024, 768, 12, 12, 50_304, bias=False),
-        tokens(1024, 50_304),
-        **_MIXED,
-    ),
-    "resnet50-224": Workload(
-        "resnet50-224", 256, 8, lambda: resnet50(224, 1000), photos(224, 1000), **_MIXED
-    ),
-}
-SMALL = {
-    "gpt2": Workload(
-        "gpt2", 2, 8, lambda: language_model(32, 64, 2, 4, 256, bias=False), tokens(32), **_MIXED
-    ),
-    "resnet50-224": Workload(
-        "resnet50-224", 2, 8, lambda: resnet50(32, 10), photos(32, 10), **_MIXED
-    ),
-}
