@@ -1,5 +1,6 @@
 """64-bit integers, which jax truncates to 32 bits unless its 64-bit types are on."""
 
+import functools
 import mmap
 from typing import Any
 
@@ -22,9 +23,7 @@ def require_integers_fit(tree: PyTree, name: str) -> None:
     # Types and leaves without their paths at first: of a state with hundreds of leaves, a loop over
     # them takes as long as a call of a program.
     leaves = jax.tree.leaves(tree)
-    kinds = np.ndarray | np.generic | int
-    is_on_host = any(issubclass(kind, kinds) for kind in set(map(type, leaves)))
-    if not is_on_host or all(map(_fits, leaves)):
+    if not any(map(_is_on_host, set(map(type, leaves)))) or all(map(_fits, leaves)):
         return
     path, x = next(pair for pair in jax.tree.leaves_with_path(tree) if not _fits(pair[1]))
     x, location = np.asarray(x), jax.tree_util.keystr(path, simple=True, separator="/")
@@ -45,6 +44,11 @@ def is_cheap_to_read(x: np.ndarray) -> bool:
     # A memory map would be read from disk as a whole, and windows over a long series hold each of
     # its numbers many times.
     return x.flags.c_contiguous and not isinstance(owner, mmap.mmap)
+
+
+@functools.cache
+def _is_on_host(kind: type[Any]) -> bool:
+    return issubclass(kind, np.ndarray | np.generic | int)
 
 
 def _fits(x: Any) -> bool:

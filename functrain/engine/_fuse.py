@@ -1,6 +1,10 @@
 """The fused step: a compiled program of many steps over a chunk of batches."""
 
-from typing import Any, Generic, NamedTuple
+import dataclasses
+import functools
+import operator
+import types
+from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
 from jax.extend.backend import backends
@@ -8,11 +12,17 @@ from jax.extend.backend import backends
 from functrain import rewrites as _rewrites
 from functrain.common import _repr, _tree
 from functrain.common._checks import is_integer, require_integer
-from functrain.common._platform import current_platform
 from functrain.common._types import PyTree, StateT, Step
 from functrain.common._wide_integers import require_integers_fit
 from functrain.engine._placement import sharding_of_scalars
-from functrain.engine._programs import TRAINING, LoopOptions, count_on, loop_options, program
+from functrain.engine._programs import (
+    TRAINING,
+    LoopOptions,
+    Program,
+    count_on,
+    loop_options,
+    program,
+)
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 
@@ -96,8 +106,8 @@ class Fused(Generic[StateT]):
         self.step = step
         self.k = k
         self._unroll, self._donate, self._rewrites = unroll, donate, rewrites
-        # By platform, where there is one device, and whether all K steps are taken.
-        self._options: dict[tuple[str | None, bool], LoopOptions] = {}
+        # By the number of steps: what the last call with so many steps has looked up.
+        self._ready: dict[int, _Ready] = {}
 
     def __repr__(self) -> str:
         """Shows the step's name and K."""
@@ -108,20 +118,21 @@ class Fused(Generic[StateT]):
     ) -> tuple[StateT, PyTree]:
         """Takes K steps, or the first `steps` of them; see `fuse`."""
         n = self.k if steps is None else steps
-        # Where all arrays are on one device, no leaf has to be looked at.
-        has_choice = jax.device_count() > 1 or len(backends()) > 1
-        compiled = self._program(state, n, None if has_choice else current_platform())
+        placement = None if _has_one_device() else _placement_of(state)
+        # Of a tracer, nothing is kept; nor is it an int.
+        ready = self._ready.get(n) if type(n) is int else None
+        if ready is None or ready.placement != placement:
+            ready = self._look_up(state, n, placement)
+        # A program returns the same shardings each time: the next comparison is one of identities.
+        ready.placement = placement
         require_integers_fit(chunk, "chunk")
-        scalars: jax.sharding.Sharding | None = None
-        if jax.device_count() > 1:
-            scalars = sharding_of_scalars(state)
-            if self._donate:
-                # On several devices jax does not raise for a buffer that is donated twice: it ends
-                # the process.
-                _require_donatable(state, chunk)
+        if placement is not None and self._donate and jax.device_count() > 1:
+            # On several devices jax does not raise for a buffer that is donated twice: it ends the
+            # process.
+            _require_donatable(state, chunk)
+        compiled = ready.program or program(self.step, TRAINING, ready.options)
         try:
-            is_number = not hasattr(n, "dtype")
-            new_state, rows, _ = compiled(state, chunk, count_on(scalars, n) if is_number else n)
+            new_state, rows, _ = compiled(state, chunk, ready.count)
         except (RuntimeError, ValueError) as error:
             # jax raises one class or the other for a bad donation, depending on the message.
             if "deleted" in str(error) or "donate" in str(error):
@@ -141,28 +152,77 @@ class Fused(Generic[StateT]):
         traced: jax.stages.Traced = self._program(state, n).trace(state, chunk, n)
         return traced
 
-    def _program(self, state: PyTree, steps: Any, platform: str | None = None) -> Any:
-        """Returns the program for the devices of a state, and for all K steps or any number.
+    def _program(self, state: PyTree, steps: Any) -> Any:
+        return program(self.step, TRAINING, self._options(state, steps))
+
+    def _options(self, state: PyTree, steps: Any) -> LoopOptions:
+        """Returns the options of the program for the devices of a state, and a number of steps.
 
         Args:
           state: The state, or its shapes.
-          steps: The number of steps.
-          platform: That of the state if it is known, and there is one device.
+          steps: The number of steps. A tracer or a shape may stand for any number.
         """
         is_number = is_integer(steps, 1) or not hasattr(steps, "dtype")
         if is_number and not (is_integer(steps, 1) and steps <= self.k):
             raise ValueError(f"steps: expected a whole number from 1 to {self.k}, got {steps!r}")
-        # A tracer or a shape may stand for any number.
+        require_integers_fit(state, "state")
+        options = loop_options(state, rewrites=self._rewrites, donate=self._donate)
         is_full = is_number and steps == self.k
-        options = self._options.get((platform, is_full))
-        if options is None:
-            # Once: a program returns arrays of jax, and a look at all leaves takes time.
-            require_integers_fit(state, "state")
-            options = loop_options(state, rewrites=self._rewrites, donate=self._donate)
-            options = options.with_steps(self.k, is_full=is_full, unroll=self._unroll)
-            if platform is not None:
-                self._options[platform, is_full] = options
-        return program(self.step, TRAINING, options)
+        return options.with_steps(self.k, is_full=is_full, unroll=self._unroll)
+
+    def _look_up(self, state: PyTree, steps: Any, placement: "_Placement | None") -> "_Ready":
+        """Looks at all leaves of a state for what a call needs, and keeps it for the next calls."""
+        options = self._options(state, steps)
+        scalars = sharding_of_scalars(state) if jax.device_count() > 1 else None
+        count = steps if hasattr(steps, "dtype") else count_on(scalars, steps)
+        # The attributes of an object may change, and with them the program.
+        is_function = isinstance(self.step, types.FunctionType)
+        compiled = program(self.step, TRAINING, options) if is_function else None
+        ready = _Ready(placement, options, count, compiled)
+        if type(steps) is int and placement != ():
+            self._ready[steps] = ready
+        return ready
+
+
+# The default device, and the sharding of each leaf.
+_Placement: TypeAlias = tuple[Any, ...]
+_get_sharding = operator.attrgetter("sharding")
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Ready:
+    """What the calls of a fused step look up once, since a look at all leaves takes time.
+
+    Attributes:
+      placement: That of the states that this is for; None where there is only one device.
+      options: The options of the program.
+      count: The number of steps, on the devices of the program.
+      program: The program; None if it may change from call to call.
+    """
+
+    placement: _Placement | None
+    options: LoopOptions
+    count: jax.Array
+    program: Program | None
+
+
+@functools.cache
+def _has_one_device() -> bool:
+    """Returns True if all of JAX's backends together have one device."""
+    return jax.device_count() == 1 and len(backends()) == 1
+
+
+def _placement_of(state: PyTree) -> _Placement:
+    """Returns the placement of a state; an empty one if some of its leaves have none, as in NumPy.
+
+    Two placements are compared faster than two leaves are looked at in Python: a program returns
+    the same objects each time.
+    """
+    try:
+        default = jax.config.jax_default_device  # type: ignore[attr-defined]  # at run time
+        return default, *map(_get_sharding, jax.tree.leaves(state))
+    except AttributeError:
+        return ()
 
 
 class _Arguments(NamedTuple):

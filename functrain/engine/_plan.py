@@ -130,8 +130,10 @@ class Plan:
         if self.fuse == "auto":
             return auto_steps(size, self.state_bytes, intervals, chip=self.chip)
         # A longer chunk than there are steps between two pauses would be padded every time.
-        # And not more than fit into half of the memory, since two chunks exist at a time.
-        room = machine_memory() // (2 * max(1, size))
+        # And not more than there is room for: up to three chunks exist at a time, and on an
+        # accelerator the state and the step need memory as well.
+        memory = machine_memory() // 2 if self.chip is None else self.chip.memory_bytes // 4
+        room = memory // max(1, size)
         return max(1, min([int(self.fuse), room, *intervals]))
 
 

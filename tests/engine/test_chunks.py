@@ -270,3 +270,8 @@ def test_a_program_has_no_more_steps_than_half_of_the_memory_has_room_for() -> N
     plan = Plan(machine_memory() // 2000)
     assert plan.group_of(np.zeros(1, np.uint8)).k == plan.fuse
     assert plan.group_of(np.zeros(10**6, np.uint8)).k == machine_memory() // (2 * 10**6)
+
+
+def test_a_program_has_no_more_steps_than_a_quarter_of_an_accelerator_has_room_for() -> None:
+    plan = Plan(10**6, chip=ACCELERATOR)
+    assert plan.group_of(np.zeros(2**20, np.uint8)).k == ACCELERATOR.memory_bytes // 2**22

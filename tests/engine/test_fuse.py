@@ -1,4 +1,6 @@
 import gc
+import os
+import sys
 import weakref
 
 import jax
@@ -7,6 +9,7 @@ import numpy as np
 import pytest
 
 import functrain as ft
+from tests import fork_server
 
 
 def counting():
@@ -195,3 +198,44 @@ def test_aliases_of_replicated_leaves_are_named() -> None:
     fused = ft.fuse(lambda s, batch: (s, {}), 2)
     with pytest.raises(ValueError, match="state/a and state/b"):
         fused({"a": w, "b": w}, jnp.ones(2))
+
+
+COUNT_CALLS = """
+import sys
+import jax, jax.numpy as jnp
+import functrain as ft
+from tests import fork_server
+from functrain.engine import _fuse
+
+_fuse._has_one_device = lambda: {has_one_device}
+
+
+def step(state, batch):
+    return [x + batch for x in state], {{"loss": batch}}
+
+
+for leaves in (4, 400):
+    fused, state, chunk, calls = ft.fuse(step, 2), [jnp.zeros(())] * leaves, jnp.ones(2), []
+    state, _ = fused([x.copy() for x in state], chunk)
+    state, _ = fused(state, chunk)
+    sys.setprofile(lambda frame, event, arg: calls.append(event) if event == "call" else None)
+    fused(state, chunk)
+    sys.setprofile(None)
+    print(len(calls))
+"""
+
+
+# Where there are several, the sharding of each leaf is read.
+@pytest.mark.parametrize(("has_one_device", "calls_per_leaf"), [(True, 0), (False, 1)])
+def test_a_call_runs_hardly_more_python_for_400_leaves(has_one_device, calls_per_leaf) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    done = fork_server.run(
+        [sys.executable, "-c", COUNT_CALLS.format(has_one_device=has_one_device)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    few, many = map(int, done.stdout.split())
+    assert few <= 16
+    assert many == few + 396 * calls_per_leaf
