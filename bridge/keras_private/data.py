@@ -225,6 +225,10 @@ class ArrayBatches:
             lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), self._first_row
         )
 
+    def all(self) -> Any:
+        """Returns all rows, as Keras passes them to a step."""
+        return _rows(_sliceable(self._adapter._inputs), slice(None))
+
     def take(self, batches: list[Any]) -> Any:
         """Returns the rows of several batches, stacked; a pass must have begun.
 

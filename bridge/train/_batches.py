@@ -15,12 +15,14 @@ from functrain.internal import (
     Local,
     LocalBatches,
     Lookahead,
+    OnDevice,
     PyTree,
     chunk_placer,
     copy_batch,
     host_batch,
     is_cheap_to_read,
     pad_chunk,
+    put_if_it_fits,
     require,
     require_divisible,
     require_integers_fit,
@@ -62,6 +64,8 @@ class KerasBatches(Batches):
         has_last_batch = self.steps == epochs.data_adapter.num_batches
         if has_last_batch and self.arrays is not None and len(self.arrays.sizes) > 1:
             self.full_steps = self.steps - 1
+        # The arrays on the device; None if they are not there.
+        self._on_device: OnDevice | None = None
         self._items: Lookahead[KerasBatch] = Lookahead(())
         # True while the first batch of a chunk is fetched.
         self._fetches_first = False
@@ -96,9 +100,12 @@ class KerasBatches(Batches):
             chunk, events = self._stack(k, limit)
         else:
             rows, events = map(list, zip(*self._items.take(limit), strict=True))
-            batches = self.arrays.take(rows)
-            require_integers_fit(batches, "data")
-            chunk = pad_chunk(batches, k)
+            if self._on_device is not None:
+                chunk = self._on_device.take(np.stack(list(map(np.asarray, rows))), k)
+            else:
+                batches = self.arrays.take(rows)
+                require_integers_fit(batches, "data")
+                chunk = pad_chunk(batches, k)
         if self._place is not None:
             chunk = self._place(chunk)
         return Chunk(chunk, k, len(events), events)
@@ -116,6 +123,13 @@ class KerasBatches(Batches):
                 yield content
 
         return stack_batches(contents(), k)[0], batch_events
+
+    def put_on_device(self, room: int) -> None:
+        """Puts dense arrays on the device, where no distribution divides them."""
+        if self.arrays is not None and self._place is None and self._on_device is None:
+            data = self.arrays.all()
+            require_integers_fit(data, "data")
+            self._on_device = put_if_it_fits(data, room, self.name)
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of a batch of full size and of a smaller one, if data are arrays."""

@@ -111,6 +111,10 @@ class LoaderBatches(Batches):
         self._next += steps
         return Chunk(batches, k, steps)
 
+    def put_on_device(self, room: int) -> None:
+        """Puts the data of the loader on the device."""
+        self.data.put_on_device(room, self.name)
+
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of a full batch, and of a smaller last one."""
         return self._shapes

@@ -97,6 +97,10 @@ class Batches(abc.ABC):
         """Returns the shapes of batches that are known without a fetch; first, of full size."""
         return []
 
+    # Not abstract: most data stay on the host.
+    def put_on_device(self, room: int) -> None:  # noqa: B027
+        """Puts all data on the default device, if they are arrays of at most `room` bytes."""
+
     def fingerprint(self) -> dict[str, Any]:
         """Returns properties that distinguish these data from others, for a resumed run."""
         return {"data": type(self.data).__name__, "batches": self.steps}
@@ -185,6 +189,15 @@ class SeekableLoader(abc.ABC):
         """Returns the K batches from number `start` on, stacked; a smaller last one by itself.
 
         With `pad_to`, the result has so many rows. Those after the batches may hold any numbers.
+        """
+
+    # Not abstract: most loaders leave their data on the host.
+    def put_on_device(self, room: int, name: str) -> None:  # noqa: B027
+        """Puts the data on the default device, if they take at most `room` bytes.
+
+        Args:
+          room: Bytes.
+          name: The argument that the loader was passed as, for warnings.
         """
 
     @abc.abstractmethod

@@ -96,6 +96,10 @@ class EpochsOfSteps(Batches):
         """Returns the first batch of the data, or its shapes; None if there is none."""
         return self._inner.first()
 
+    def put_on_device(self, room: int) -> None:
+        """Puts the data on the device."""
+        self._inner.put_on_device(room)
+
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of batches of the data that are known without a fetch."""
         return self._inner.known_shapes()

@@ -13,8 +13,8 @@ from functrain.common._wide_integers import is_cheap_to_read, require_integers_f
 from functrain.data import _stack
 from functrain.data._arrays import host_batch, require_no_number_lists
 from functrain.data._batches import SeekableLoader
+from functrain.data._on_device import OnDevice, put_if_it_fits
 from functrain.data._same_data import Summary, summary
-from functrain.rewrites._compile import jit_without_arithmetic
 
 
 class ArrayLoader(SeekableLoader):
@@ -33,9 +33,11 @@ class ArrayLoader(SeekableLoader):
       shuffle: True to draw a new order each epoch, from ``Philox(key=[seed, epoch])``.
       seed: Seed of the order; at least 0, and below 2**64.
       drop_remainder: True to drop the last batch if it is smaller than B.
-      placement: ``"host"`` keeps the data in host memory and copies each batch to the device.
+      placement: ``"host"`` keeps the data in host memory and copies each chunk to the device.
         ``"device"`` puts all data on the default device once and gathers batches there: the
-        device needs memory for all of it, and no batch has to be transferred.
+        device needs memory for all of it, and no batch has to be transferred. ``"auto"`` does
+        so in a run on one GPU or TPU, for data that take at most a quarter of its memory, less
+        the state; on CPU it is ``"host"``. The batches are the same, bit for bit.
       transform: ``transform(batch, rng) -> batch``, called for every batch, a smaller last one too,
         to augment or convert it on the host. The leaves of the batch are NumPy arrays `[B, ...]`,
         copies that it may change. ``rng`` is a `numpy.random.Generator` that is a pure function of
@@ -43,11 +45,11 @@ class ArrayLoader(SeekableLoader):
         depend on K, and a resumed run gets the same ones. It may return other arrays, shapes and
         dtypes, for which NumPy arrays or anything that `np.asarray` accepts will do.
 
-    With ``placement="host"`` every chunk is copied when it is made, so you may change the arrays in
-    place between epochs. Do it at the last `ChunkEnd` of an epoch, as with a hook that is due
-    ``functrain.every(steps=len(loader))``: at `EpochEnd`, the first chunk of the next epoch has
-    been copied already. With ``"device"`` all data are copied when the loader is made: a change
-    after that has no effect.
+    With ``placement="host"``, and on CPU with ``"auto"``, every chunk is copied when it is made, so
+    you may change the arrays in place between epochs. Do it at the last `ChunkEnd` of an epoch, as
+    with a hook that is due ``functrain.every(steps=len(loader))``: at `EpochEnd`, the first chunk
+    of the next epoch has been copied already. Data on a device were copied when the loader was
+    made, or with ``"auto"`` when its first run began: a change after that has no effect.
 
     Dtypes are kept: leave `uint8` images as they are, and cast and scale them in the step, on the
     device, where this costs little.
@@ -87,10 +89,10 @@ class ArrayLoader(SeekableLoader):
         shuffle: bool = False,
         seed: int = 0,
         drop_remainder: bool = False,
-        placement: Literal["host", "device"] = "host",
+        placement: Literal["auto", "host", "device"] = "auto",
         transform: Callable[[PyTree, np.random.Generator], PyTree] | None = None,
     ) -> None:
-        require_one_of("placement", placement, ("host", "device"))
+        require_one_of("placement", placement, ("auto", "host", "device"))
         require_no_number_lists(data, "data")
         self.data = jax.tree.map(np.asarray, host_batch(data))
         self.examples = _common_length(self.data)
@@ -100,8 +102,8 @@ class ArrayLoader(SeekableLoader):
         if drop_remainder:
             expected = f"1 to {self.examples}, the number of examples, with drop_remainder=True"
             require(batch_size <= self.examples, "batch_size", expected, batch_size)
-        is_possible, advice = transform is None or placement == "host", "Do it in the step."
-        require(is_possible, "placement", "'host' with a transform", placement, advice)
+        is_possible, advice = transform is None or placement != "device", "Do it in the step."
+        require(is_possible, "placement", "'auto' or 'host' with a transform", placement, advice)
         is_seed = is_integer(seed, 0) and seed < 2**64
         require(is_seed, "seed", "an integer from 0 to 2**64 - 1", seed)
         self.batch_size = min(int(batch_size), self.examples)
@@ -119,11 +121,14 @@ class ArrayLoader(SeekableLoader):
         # Reading all integers of a memory-mapped array would read the file, and a view of sliding
         # windows repeats its numbers many times. Then they are checked chunk by chunk.
         is_cheap = all(map(is_cheap_to_read, jax.tree.leaves(self.data)))
-        self._checks_chunks = placement == "host" and not is_cheap
+        self._checks_chunks = placement != "device" and not is_cheap
         if not self._checks_chunks:
             require_integers_fit(self.data, "data")
+        # The data on the device, for chunks; None if they are not there.
+        self._on_device: OnDevice | None = None
         if placement == "device":
-            self.data = jax.device_put(jax.tree.map(_to_native_order, self.data))
+            self._on_device = OnDevice(self.data)
+            self.data = self._on_device.data
         # The last order that was drawn, and its epoch: every chunk of the epoch needs it.
         self._cached_order: tuple[int, np.ndarray] | None = None
 
@@ -160,7 +165,8 @@ class ArrayLoader(SeekableLoader):
         """Returns one batch, leaves `[B, ...]`; the last one may be smaller."""
         if not 0 <= index < len(self):
             raise IndexError(f"index: expected 0 to {len(self) - 1}, got {index}")
-        batch = jax.tree.map(lambda x: x.reshape(x.shape[1:]), self._take(epoch, index, 1, 1))
+        stacked = self._take(epoch, index, 1, 1, self.placement == "device")
+        batch = jax.tree.map(lambda x: x.reshape(x.shape[1:]), stacked)
         if self.transform is None:
             return batch
         # The counter begins far beyond what the order of the epoch draws with the same key.
@@ -176,9 +182,15 @@ class ArrayLoader(SeekableLoader):
         """
         rows = k if pad_to is None else pad_to
         if self.knows_shapes:
-            return self._take(epoch, start, k, rows)
+            return self._take(epoch, start, k, rows, self._on_device is not None)
         batches = (self.batch(epoch, index) for index in range(start, start + k))
         return _stack.stack_batches(batches, rows)[0]
+
+    def put_on_device(self, room: int, name: str) -> None:
+        """Puts the data on the device, with ``placement="auto"``, if they take that many bytes."""
+        is_possible = self.knows_shapes and not self._checks_chunks
+        if self.placement == "auto" and is_possible and self._on_device is None:
+            self._on_device = put_if_it_fits(self.data, room, name)
 
     def shapes(self, examples: int) -> PyTree:
         """Returns the shapes and dtypes of a batch, before the transform."""
@@ -195,17 +207,15 @@ class ArrayLoader(SeekableLoader):
         """Returns the spec and a few numbers of each leaf."""
         return summary(self.data)
 
-    def _take(self, epoch: int, start: int, k: int, pad_to: int) -> PyTree:
-        """Copies the examples of K adjacent batches, all at once."""
+    def _take(self, epoch: int, start: int, k: int, pad_to: int, on_device: bool) -> PyTree:
+        """Copies the examples of K adjacent batches, all at once, from the device or the host."""
         first = start * self.batch_size
         stop = min(first + k * self.batch_size, self.examples)
         rows = self.order(epoch)[first:stop] if self._makes_own_order else np.arange(first, stop)
         rows = rows.reshape(k, min(self.batch_size, stop - first))
-        if self.placement == "device":
-            # All leaves together, so that the gather is one program. i32 indices reach 2**31
-            # examples.
-            indices = _stack.copy_padded(rows.astype(np.int32), pad_to)
-            return _gather(self.data, _tree.put_if_guarded(indices))
+        if on_device:
+            assert self._on_device is not None
+            return self._on_device.take(rows, pad_to)
         # Always a copy, even of adjacent rows: the user may change `data` while a device reads.
         if self._makes_own_order:
             examples = jax.tree.map(lambda x: _stack.take_padded(x, rows, pad_to), self.data)
@@ -217,15 +227,6 @@ class ArrayLoader(SeekableLoader):
         if self._checks_chunks:
             require_integers_fit(examples, "data")
         return examples
-
-
-def _to_native_order(x: np.ndarray) -> np.ndarray:
-    return x.astype(x.dtype.newbyteorder("="), copy=False)
-
-
-@jit_without_arithmetic
-def _gather(data: PyTree, rows: jax.Array) -> PyTree:
-    return jax.tree.map(lambda x: x[rows], data)
 
 
 def _common_length(data: PyTree) -> int:

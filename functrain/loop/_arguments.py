@@ -24,7 +24,7 @@ from functrain.data._batches import Batches
 from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._fuse import Fused
-from functrain.engine._plan import FuseArg
+from functrain.engine._plan import FuseArg, nbytes
 from functrain.engine._position import Position, require_position
 from functrain.engine._processes import require_same_run
 from functrain.engine._programs import cached_program
@@ -32,6 +32,11 @@ from functrain.engine._trigger import Trigger
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
+from functrain.targets._chips import Chip
+
+# The part of an accelerator's memory that the data and the state may take together, for the data to
+# be put there.
+DATA_PART = 1 / 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -59,6 +64,16 @@ class RunArguments:
     sharding: NamedSharding | None = None
     jit: bool = True
     donate: bool = False
+
+    def put_data_on_device(self, chip: Chip | None, state: PyTree) -> None:
+        """Puts arrays on the accelerator that the run has for itself, if they fit beside the state.
+
+        Copying each chunk from the host took longer than its program on a GPU: 88 µs a step of an
+        MLP for MNIST, whose program took 29 (H100).
+        """
+        is_alone = self.sharding is None and jax.process_count() == 1
+        if chip is not None and self.jit and is_alone:
+            self.batches.put_on_device(int(DATA_PART * chip.memory_bytes) - nbytes(state))
 
 
 def run_arguments(

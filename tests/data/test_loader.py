@@ -228,5 +228,5 @@ def test_data_of_the_other_byte_order_comes_in_the_machines(shuffle, placement, 
 def test_a_loader_is_shown_with_its_settings() -> None:
     assert repr(ArrayLoader(X, 10, shuffle=True, seed=3)) == (
         "ArrayLoader(examples=103, batch_size=10, shuffle=True, seed=3, drop_remainder=False, "
-        "placement='host')"
+        "placement='auto')"
     )

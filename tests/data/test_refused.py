@@ -47,8 +47,12 @@ def test_a_dataset_that_is_read_item_by_item_is_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("how", "error", "message"),
     [
-        ({"transform": max, "placement": "device"}, ValueError, "expected 'host' with a transform"),
-        ({"placement": "disk"}, ValueError, "placement: expected 'host' or 'device'"),
+        (
+            {"transform": max, "placement": "device"},
+            ValueError,
+            "expected 'auto' or 'host' with a transform",
+        ),
+        ({"placement": "disk"}, ValueError, "placement: expected 'auto' or 'host' or 'device'"),
         ({"seed": 2**64}, ValueError, "seed: expected an integer from 0 to 2"),
         ({"seed": -1}, ValueError, "seed: expected an integer from 0 to 2"),
         ({"seed": 0.5}, ValueError, "seed: expected an integer from 0 to 2"),
