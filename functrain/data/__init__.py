@@ -6,6 +6,7 @@ Files:
   _loader: ArrayLoader, batches of arrays in memory
   _iterator: batches of any iterable
   _iterator_position: saves and restores the position of an iterator
+  _on_device: data that lie on a device as a whole
   _same_data: compares the data of a resumed run with those of the saved one
   _local: data of which each process holds a part
   _epochs_of_steps: epochs with a given number of steps
