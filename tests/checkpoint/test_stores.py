@@ -94,6 +94,7 @@ def test_checkpoints_are_saved_replaced_restored_and_removed(url) -> None:
         assert np.all(checkpoints.restore(LIKE).state["x"] == 4)
         checkpoints.rollback(3)
         assert checkpoints.steps() == [3]
+        checkpoints.save(LIKE, 4)
         second = ft.Checkpointer(url)
         second.save(LIKE, 5)
         with pytest.raises(RuntimeError, match="has taken over"):
