@@ -130,6 +130,8 @@ def fit(
         x=x,
         y=y,
         batch_size=batch_size,
+        # A task of keras_hub repeats its dataset so often.
+        epochs=epochs,
         callbacks=with_loggers(callbacks),
         validation_split=validation_split,
         validation_data=validation_data,
