@@ -28,6 +28,15 @@ _METHODS = {
 # Keras's own callback that may end training at any batch.
 _MAY_END = keras.callbacks.TerminateOnNaN
 
+# The functions of these methods in Keras's own classes.
+_KERAS_METHODS = {
+    getattr(cls, name, None)
+    for cls in vars(keras.callbacks).values()
+    if isinstance(cls, type)
+    for names in _METHODS.values()
+    for name in names
+} - {None}
+
 # Keras's own callbacks that write files, and the attributes in which they keep the paths.
 _WRITERS = keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint, keras.callbacks.TensorBoard
 _PATHS = "filename", "filepath", "log_dir"
@@ -83,8 +92,7 @@ class BatchCallbacks:
         # A user's method may do anything; what Keras's methods do is known, except for those of a
         # list, which may hold callbacks of any class.
         is_list = isinstance(callback, keras.callbacks.CallbackList)
-        modules = [getattr(function, "__module__", "") for function in functions]
-        is_known = not is_list and all(name.startswith("keras.") for name in modules)
+        is_known = not is_list and functions <= _KERAS_METHODS
         if is_known and keras_private.callbacks.ignores_batches(callback):
             return
         self.acting.append(callback)
