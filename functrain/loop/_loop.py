@@ -126,7 +126,8 @@ class Loop:
             intervals=lambda: [batches.full_steps, longest_interval(triggers)],
             chip=accelerator_of(state),
         )
-        arguments.put_data_on_device(self.plan.chip, state)
+        if self.plan.chip is not None:
+            arguments.put_data_on_device(self.plan.chip, state)
         self._chunks = functools.partial(chunks, self.batches, self.plan, arguments.boundaries)
         sharding = arguments.sharding
         put_chunk = None if sharding is None else _placement.chunk_placer(sharding)

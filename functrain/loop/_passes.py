@@ -156,7 +156,8 @@ class Evaluation:
             intervals=lambda: [batches.full_steps],
             chip=accelerator_of(state),
         )
-        self.arguments.put_data_on_device(plan.chip, state)
+        if plan.chip is not None:
+            self.arguments.put_data_on_device(plan.chip, state)
         for _ in _run_pass(driver, batches, plan):
             pass
         values = to_values(compute_metrics(step, driver.carry))
