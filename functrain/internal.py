@@ -27,7 +27,7 @@ from functrain.data._local import Local as Local
 from functrain.data._local import LocalBatches as LocalBatches
 from functrain.data._lookahead import Lookahead as Lookahead
 from functrain.data._on_device import OnDevice as OnDevice
-from functrain.data._on_device import put_if_it_fits as put_if_it_fits
+from functrain.data._on_device import has_room as has_room
 from functrain.data._stack import copy_batch as copy_batch
 from functrain.data._stack import pad_chunk as pad_chunk
 from functrain.data._stack import stack_batches as stack_batches

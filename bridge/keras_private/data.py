@@ -13,6 +13,8 @@ from keras.src.backend.jax.trainer import JAXEpochIterator
 from keras.src.trainers.data_adapters import array_slicing
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 
+from functrain.internal import is_cheap_to_read
+
 
 class _Epochs(JAXEpochIterator):  # type: ignore[misc]  # keras has no types
     """Keras's iterator over the steps of epochs, with batches left on the host.
@@ -228,6 +230,15 @@ class ArrayBatches:
     def all(self) -> Any:
         """Returns all rows, as Keras passes them to a step."""
         return _rows(_sliceable(self._adapter._inputs), slice(None))
+
+    def all_shapes(self) -> Any:
+        """Returns the shapes and dtypes of all rows, without reading or casting them."""
+        return self.shapes(int(self._adapter._num_samples))
+
+    def are_cheap_to_read(self) -> bool:
+        """Returns True if all arrays are in memory, and none is a view of overlapping windows."""
+        arrays = [x for x in jax.tree.leaves(self._adapter._inputs) if isinstance(x, np.ndarray)]
+        return all(map(is_cheap_to_read, arrays))
 
     def take(self, batches: list[Any]) -> Any:
         """Returns the rows of several batches, stacked; a pass must have begun.

@@ -19,10 +19,10 @@ from functrain.internal import (
     PyTree,
     chunk_placer,
     copy_batch,
+    has_room,
     host_batch,
     is_cheap_to_read,
     pad_chunk,
-    put_if_it_fits,
     require,
     require_divisible,
     require_integers_fit,
@@ -64,8 +64,9 @@ class KerasBatches(Batches):
         has_last_batch = self.steps == epochs.data_adapter.num_batches
         if has_last_batch and self.arrays is not None and len(self.arrays.sizes) > 1:
             self.full_steps = self.steps - 1
-        # The arrays on the device; None if they are not there.
+        # The arrays on the device; None if they are not there. The first run decides.
         self._on_device: OnDevice | None = None
+        self._is_decided = place is not None or self.arrays is None
         self._items: Lookahead[KerasBatch] = Lookahead(())
         # True while the first batch of a chunk is fetched.
         self._fetches_first = False
@@ -126,10 +127,15 @@ class KerasBatches(Batches):
 
     def put_on_device(self, room: int) -> None:
         """Puts dense arrays on the device, where no distribution divides them."""
-        if self.arrays is not None and self._place is None and self._on_device is None:
-            data = self.arrays.all()
+        if self._is_decided:
+            return
+        self._is_decided, arrays = True, self.arrays
+        assert arrays is not None
+        # The sizes first: all of the data may be cast, which takes as much memory again.
+        if arrays.are_cheap_to_read() and has_room(arrays.all_shapes(), room, self.name):
+            data = arrays.all()
             require_integers_fit(data, "data")
-            self._on_device = put_if_it_fits(data, room, self.name)
+            self._on_device = OnDevice(data)
 
     def known_shapes(self) -> list[PyTree]:
         """Returns the shapes of a batch of full size and of a smaller one, if data are arrays."""

@@ -130,7 +130,7 @@ def fit(
         x=x,
         y=y,
         batch_size=batch_size,
-        # A task of keras_hub repeats its dataset so often.
+        # A task of keras_hub repeats its dataset for so many epochs.
         epochs=epochs,
         callbacks=with_loggers(callbacks),
         validation_split=validation_split,

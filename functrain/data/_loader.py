@@ -13,7 +13,7 @@ from functrain.common._wide_integers import is_cheap_to_read, require_integers_f
 from functrain.data import _stack
 from functrain.data._arrays import host_batch, require_no_number_lists
 from functrain.data._batches import SeekableLoader
-from functrain.data._on_device import OnDevice, put_if_it_fits
+from functrain.data._on_device import OnDevice, has_room
 from functrain.data._same_data import Summary, summary
 
 
@@ -124,8 +124,9 @@ class ArrayLoader(SeekableLoader):
         self._checks_chunks = placement != "device" and not is_cheap
         if not self._checks_chunks:
             require_integers_fit(self.data, "data")
-        # The data on the device, for chunks; None if they are not there.
+        # The data on the device, for chunks; None if they are not there. The first run decides.
         self._on_device: OnDevice | None = None
+        self._is_decided = placement != "auto" or not self.knows_shapes or self._checks_chunks
         if placement == "device":
             self._on_device = OnDevice(self.data)
             self.data = self._on_device.data
@@ -188,9 +189,9 @@ class ArrayLoader(SeekableLoader):
 
     def put_on_device(self, room: int, name: str) -> None:
         """Puts the data on the device, with ``placement="auto"``, if they take that many bytes."""
-        is_possible = self.knows_shapes and not self._checks_chunks
-        if self.placement == "auto" and is_possible and self._on_device is None:
-            self._on_device = put_if_it_fits(self.data, room, name)
+        if not self._is_decided:
+            self._is_decided = True
+            self._on_device = OnDevice(self.data) if has_room(self.data, room, name) else None
 
     def shapes(self, examples: int) -> PyTree:
         """Returns the shapes and dtypes of a batch, before the transform."""

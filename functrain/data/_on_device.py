@@ -1,5 +1,6 @@
 """Data that lie on a device as a whole, of which a program takes the examples of a chunk."""
 
+import math
 from typing import Any
 
 import jax
@@ -37,22 +38,22 @@ class OnDevice:
         return _gather(self.data, _tree.put_if_guarded(indices))
 
 
-def put_if_it_fits(data: PyTree, room: int, name: str) -> OnDevice | None:
-    """Puts data on the default device; warns and returns None if they take more than `room` bytes.
+def has_room(shapes: PyTree, room: int, name: str) -> bool:
+    """Returns True if data take at most `room` bytes; warns otherwise.
 
     Args:
-      data: Pytree of arrays, every leaf `[N, ...]`.
+      shapes: The data, or their shapes and dtypes.
       room: Bytes.
       name: The argument that the data were passed as, for the warning.
     """
-    size = sum(x.nbytes for x in jax.tree.leaves(data))
+    size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(shapes))
     if size <= room:
-        return OnDevice(data)
+        return True
     warn(
         f"{name}: the arrays take {size / 2**30:.2g} GiB, and the device has room for "
         f"{max(0, room) / 2**30:.2g} of data, so they stay on the host and are copied in chunks."
     )
-    return None
+    return False
 
 
 def _to_native_order(x: Any) -> Any:

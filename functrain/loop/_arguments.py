@@ -72,7 +72,10 @@ class RunArguments:
         MLP for MNIST, whose program took 29 (H100).
         """
         is_alone = self.sharding is None and jax.process_count() == 1
-        if self.jit and is_alone:
+        # The data go to the default device. From there, chunks would be moved to another one.
+        own = _placement.sharding_of_scalars(state)
+        is_default = own is None or own.device_set == jax.device_put(0).devices()
+        if self.jit and is_alone and is_default:
             self.batches.put_on_device(int(DATA_PART * chip.memory_bytes) - nbytes(state))
 
 

@@ -126,7 +126,8 @@ class Loop:
             intervals=lambda: [batches.full_steps, longest_interval(triggers)],
             chip=accelerator_of(state),
         )
-        if self.plan.chip is not None:
+        # A prediction has a plan of its own, and reads its data once.
+        if self.plan.chip is not None and plan is None:
             arguments.put_data_on_device(self.plan.chip, state)
         self._chunks = functools.partial(chunks, self.batches, self.plan, arguments.boundaries)
         sharding = arguments.sharding

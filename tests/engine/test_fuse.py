@@ -204,7 +204,6 @@ COUNT_CALLS = """
 import sys
 import jax, jax.numpy as jnp
 import functrain as ft
-from tests import fork_server
 from functrain.engine import _fuse
 
 _fuse._has_one_device = lambda: {has_one_device}

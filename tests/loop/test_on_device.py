@@ -9,6 +9,7 @@ import pytest
 
 import bridge
 import functrain as ft
+from bridge.keras_private.data import ArrayBatches
 from bridge.train import _runs
 from functrain.data._on_device import OnDevice
 from functrain.loop import _loop, _passes
@@ -94,13 +95,15 @@ def test_arrays_without_room_on_the_device_stay_on_the_host(accelerator, tmp_pat
     assert not taken
 
 
-def test_data_that_devices_divide_and_data_of_a_transform_stay_on_the_host(accelerator) -> None:
+def test_data_for_other_devices_and_data_of_a_transform_stay_on_the_host(accelerator) -> None:
     taken = accelerator(2**30)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     transformed = loader(transform=lambda batch, rng: batch)
     for how in ({"sharding": mesh, "data": loader(drop_remainder=True)}, {"data": transformed}):
         state = ft.TrainState.create(params={"w": jnp.zeros((4, 1))}, tx=TX)
         ft.fit(state, STEP, how.pop("data"), verbose=0, **how)
+    second = jax.device_put(state, jax.devices()[1])
+    ft.fit(second, STEP, loader(), verbose=0)
     assert not taken
     assert isinstance(transformed.batch(0, 0)[0], np.ndarray)
 
@@ -120,3 +123,20 @@ def test_bridge_fit_takes_the_batches_of_host_data(accelerator) -> None:
     taken = accelerator(2**30)
     assert trained() == expected
     assert len(taken) > 10
+
+
+def test_large_and_memory_mapped_arrays_of_bridge_fit_are_not_read_as_a_whole(
+    accelerator, monkeypatch, tmp_path
+) -> None:
+    np.save(tmp_path / "x.npy", X.astype(np.float32))
+    read: list[object] = []
+    monkeypatch.setattr(ArrayBatches, "all", read.append)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    accelerator(2**30)
+    bridge.fit(model, np.load(tmp_path / "x.npy", mmap_mode="r"), Y, verbose=0)
+    accelerator(1000)
+    with pytest.warns(UserWarning, match="x: the arrays take") as warned:
+        bridge.fit(model, X.astype(np.float32), Y, epochs=3, verbose=0)
+    assert not read
+    assert len(warned) == 1
