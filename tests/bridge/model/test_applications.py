@@ -25,10 +25,9 @@ def make(name: str) -> keras.Model:
 @pytest.mark.parametrize("name", ALL)
 def test_a_round_trip_of_every_application_is_the_identity(name: str) -> None:
     source, target = make(name), make(name)
-    a, b = _variables.layout(source), _variables.layout(target)
-    assert list(a.params) == list(b.params)
-    assert list(a.model_state) == list(b.model_state)
-    assert len(a.params) + len(a.model_state) == len(source.variables)
+    # Layers without a name have other numbers in the second instance.
+    layout = _variables.layout(source)
+    assert len(layout.params) + len(layout.model_state) == len(source.variables)
     bridge.to_keras(bridge.create_state(source, optax.sgd(0.1)), target)
     for x, y in zip(source.variables, target.variables, strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y), strict=True)
