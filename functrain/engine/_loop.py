@@ -46,7 +46,8 @@ def repeat(
     Returns:
       The carry after n applications, and the y stacked `[K, ...]`, zeros from row n on.
     """
-    first = jax.eval_shape(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
+    # With its shardings, without which the loop would not find the trace that is made with it.
+    _, first = _stage(lambda tree: jax.tree.map(lambda x: x[0], tree), stacked)
     # One trace serves the checks, the shapes of the rows and the loop.
     run_weak, (new_carry, outputs) = _stage(body, carry, first)
     has_structure = _tree.structure(carry) == _tree.structure(new_carry)
