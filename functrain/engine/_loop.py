@@ -190,11 +190,11 @@ def check_carry(old: PyTree, new: PyTree) -> None:
     )
 
 
-def _stage(body: Body, *args: PyTree) -> tuple[Callable[..., Any], Any]:
+def _stage(function: Callable[..., Any], *args: PyTree) -> tuple[Callable[..., Any], Any]:
     """Traces a function once; returns the traced function, and its abstract results."""
     # The loop finds the trace in the cache of `jax.jit`, and has a call in place of the operations,
     # which XLA inlines. Tracing all of them again took a third longer for 12 transformer blocks.
-    jitted = jax.jit(body)
+    jitted = jax.jit(function)
     traced = jitted.trace(*args)
     # Not the shapes of `out_info`: they lack the shardings that `_zero_rows` needs.
     return jitted, jax.tree.unflatten(_tree.structure(traced.out_info), traced.jaxpr.out_avals)
