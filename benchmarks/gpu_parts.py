@@ -108,12 +108,13 @@ def fit(quick: bool, rounds: int) -> Iterator[Result]:
 
 def torch(quick: bool, rounds: int) -> Iterator[Result]:
     """Times plain PyTorch with data on the device, as it is, compiled and as one CUDA graph."""
-    for name in WORKLOADS[: 1 if quick else None]:
+    makers = _torch_ways()
+    if not makers:
+        yield "left out", "needs PyTorch"
+    for name in WORKLOADS[: 1 if quick else None] if makers else []:
         n = 8 if quick else (1024 if name.endswith("mlp") else 128)
-        yield (
-            name,
-            _timed({way: make(_sized(name, n)) for way, make in _torch_ways().items()}, n, rounds),
-        )
+        ways = {way: make(_sized(name, n)) for way, make in makers.items()}
+        yield name, _timed(ways, n, rounds)
 
 
 def _torch_ways() -> dict[str, Callable[[Workload], Run]]:
@@ -169,6 +170,8 @@ def large(name: str, way: str, quick: bool, rounds: int) -> Iterator[Result]:
     if way.startswith("torch"):
         make = _torch_ways().get(way)
         if make is None:
+            needs = "PyTorch and a GPU" if way == "torch-graph" else "PyTorch"
+            yield "left out", f"needs {needs}"
             return
         run = make(workload)
     elif way in ("fused", "jit-loop", "scan"):
