@@ -39,7 +39,9 @@ class Throughput:
         by default.
       tokens_per_example: The length of the sequences.
       flops_per_step: The operations of a step on all devices, such as
-        ``ft.inspect.cost(state, step, batch).flops``.
+        ``ft.inspect.cost(state, step, batch).flops``: those of products and convolutions. With
+        `jax.checkpoint` it contains those that are repeated; for the MFU, pass that of the step
+        without it.
 
     Raises:
       ValueError: `tokens_per_example` or `flops_per_step` is not a positive number.

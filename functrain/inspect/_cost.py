@@ -29,6 +29,13 @@ KERNEL_SECONDS = 2e-6
 # Rows of the printed table; all layers are in `Cost.layers`.
 ROWS = 12
 
+# Products in cuDNN's attention, for which jax exports no primitives, and in its gradient. That
+# which its gradient computes again does not count.
+_PRODUCTS_OF_ATTENTION = {
+    "dot_product_attention_fwd_wrapper": 2,
+    "dot_product_attention_bwd_wrapper": 4,
+}
+
 # What jax adds to the names of a user's functions and scopes.
 _WRAPPERS = re.compile(
     r"\b(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_jvp|custom_vjp|shard_map)\(([^()]*)\)"
@@ -69,7 +76,9 @@ class Cost:
       seconds: Estimated time of a step on the device, without the host; NaN if it is unknown.
       basis: What `seconds` is estimated from.
       kernels: Kernels of a step.
-      flops: Operations of the products and convolutions of a step, on all devices.
+      flops: Operations of the products and convolutions of a step, on all devices. Those that
+        `jax.checkpoint` repeats count again; a causal attention counts in full; Pallas's kernels
+        do not count.
       devices: How many devices share them.
       layers: The parts of the step, the largest first.
       traffic: What the devices send to each other in a step, by kind of collective.
@@ -295,6 +304,11 @@ def product_flops(jaxpr: Any) -> int:
             # Every output is a sum over the kernel, without its axis of output features.
             features = eqn.params["dimension_numbers"].rhs_spec[0]
             terms = math.prod(shapes[1]) // shapes[1][features]
+        elif eqn.primitive.name in _PRODUCTS_OF_ATTENTION:
+            # The query is [B, T, N, H], or [B, N, T, H] in the second layout; so is the key.
+            keys = shapes[1][2 if eqn.params["layout"] else 1]
+            terms = _PRODUCTS_OF_ATTENTION[eqn.primitive.name] * keys
+            shapes = shapes[:1]
         else:
             continue
         total += 2 * executions * terms * math.prod(shapes[-1])

@@ -90,6 +90,27 @@ def test_a_convolution_counts_its_kernel_for_every_output(groups: int) -> None:
     assert flops(step, f32(3, 3, 4 // groups, 6), images) == 2 * outputs * 3 * 3 * 4 // groups
 
 
+def test_attention_of_cudnn_counts_as_that_of_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As on a GPU with cuDNN. Nothing is compiled.
+    cudnn = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{cudnn}.check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(f"{cudnn}.check_compute_capability", lambda capability: True)
+
+    def with_attention(implementation: Any) -> int:
+        def loss(q: Any, kv: Any) -> Any:
+            options = {"is_causal": True, "implementation": implementation}
+            return jnp.sum(jax.nn.dot_product_attention(q, kv, kv * 2, **options))
+
+        def step(q: Any, kv: Any) -> Any:
+            return jax.grad(loss, argnums=(0, 1))(q, kv), {}
+
+        shapes = (jax.ShapeDtypeStruct((2, length, 3, 64), jnp.bfloat16) for length in (128, 256))
+        return flops(step, *shapes)
+
+    # Scores and their sums over the values, forward; and two gradients for each.
+    assert with_attention("cudnn") == with_attention("xla") == 6 * 2 * (2 * 3 * 128 * 256 * 64)
+
+
 # --- layers --------------------------------------------------------------------------------------
 
 
