@@ -140,3 +140,14 @@ def test_large_and_memory_mapped_arrays_of_bridge_fit_are_not_read_as_a_whole(
         bridge.fit(model, X.astype(np.float32), Y, epochs=3, verbose=0)
     assert not read
     assert len(warned) == 1
+
+
+def test_data_of_predictions_stay_on_the_host(accelerator) -> None:
+    x = X.astype(np.float32)
+    state = ft.TrainState.create(params={"w": jnp.zeros((4, 1))}, tx=TX)
+    apply = lambda params, rest, x, **_: ft.ModelOutput(x @ params["w"], rest)  # noqa: E731
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    taken = accelerator(2**30)
+    ft.predict(state, ft.predict_step(ft.Model(None, apply)), ft.ArrayLoader(x, 4))
+    bridge.predict(model, x, batch_size=4, verbose=0)
+    assert not taken
