@@ -37,6 +37,11 @@ FLAGS = {
         "--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_command_buffer_unroll_loops=true"
     ),
     "CUDA graphs of any size": "--xla_gpu_graph_min_graph_size=1",
+    # A loop that copies its batch out of the chunk is not put into a graph by +WHILE alone.
+    "loops and their copies in CUDA graphs": (
+        "--xla_gpu_enable_command_buffer=+WHILE,+DYNAMIC_SLICE_COPY_FUSION "
+        "--xla_gpu_graph_min_graph_size=1"
+    ),
 }
 DETERMINISTIC = "--xla_gpu_deterministic_ops=true --xla_gpu_autotune_level=0"
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from benchmarks.kernels import Kernel, kernels, table
+from benchmarks.kernels import Kernel, kernels, starts, table
 
 W, X = jnp.eye(64), jnp.ones((32, 64))
 
@@ -48,3 +48,23 @@ def test_the_table_shows_the_first_and_the_sum_of_all() -> None:
     assert "| a " in text
     assert "| b " not in text
     assert text.endswith("3 kernels in a step take 0.007 ms.")
+
+
+def test_the_host_starts_what_a_loop_contains_in_each_round_and_a_graph_once() -> None:
+    listing = """\
+001: kCopy         [source       | next=002 (3)] MemcpyDeviceToDeviceCmd
+002: kWhile        [prev=001 (1) | sink        ]
+condition:
+    003: kCustomKernel [source | sink] loop_compare_fusion
+  body:
+    004: kKernel        [source       | sink        ] kernel=add
+    000: kCommandBuffer [prev=004 (1) | sink        ]
+        005: kKernel       [source       | next=006 (1)] kernel=gemm
+        006: kCustomKernel [prev=005 (1) | sink        ] loop_add_fusion
+"""
+    assert starts(listing, 8) == (1, 2 + 1 / 8)
+    in_a_graph = "000: kCommandBuffer [source | sink]\n    001: kWhile [source | sink]\n"
+    assert starts(in_a_graph + "      body:\n        002: kKernel [source | sink]\n", 8) == (
+        1,
+        1 / 8,
+    )
