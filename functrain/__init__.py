@@ -19,6 +19,7 @@ from functrain.checkpoint._checkpoint import save as save
 from functrain.checkpoint._checkpointer import Checkpointer as Checkpointer
 from functrain.checkpoint._errors import CheckpointCorruptError as CheckpointCorruptError
 from functrain.checkpoint._errors import CheckpointMismatchError as CheckpointMismatchError
+from functrain.checkpoint._rename import Rename as Rename
 from functrain.checkpoint._warm_start import WarmStart as WarmStart
 from functrain.checkpoint._warm_start import warm_start as warm_start
 from functrain.checkpoint._watch import watch_checkpoints as watch_checkpoints
@@ -77,6 +78,7 @@ __all__ = [
     "ModelOutput",
     "NoData",
     "Position",
+    "Rename",
     "Run",
     "Step",
     "Target",

@@ -3,7 +3,7 @@
 This is the only module from which `bridge` imports private names; a test checks that.
 """
 
-from functrain.checkpoint._array_files import open_arrays as open_arrays
+from functrain.checkpoint._sources import open_arrays as open_arrays
 from functrain.common import _tree
 from functrain.common._checks import is_number as is_number
 from functrain.common._checks import require as require

@@ -5,15 +5,16 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
 import functrain
 from bridge import keras_private
-from bridge.model import _variables
+from bridge.model import _names, _variables
 from bridge.model._from_keras import require_built
-from functrain import WarmStart
+from functrain import Rename, WarmStart
 from functrain.internal import PyTree, open_arrays, require_instance
 
 
@@ -24,27 +25,31 @@ def warm_start(
     *,
     take: str | Sequence[str] | None = None,
     skip: str | Sequence[str] = (),
-    rename: Callable[[str], str] | None = None,
+    rename: Callable[[str], str] | Sequence[Rename] | None = None,
     cast: bool = False,
 ) -> WarmStart:
-    """Takes leaves of a state from a `.keras` or `.weights.h5` file; all others stay.
+    """Takes leaves of a state from a file or a checkpoint of Keras; all others stay.
 
     Works as `functrain.warm_start` does, and translates Keras's names (``layers/dense_1/vars/0``)
     to paths in the state (``params/head/kernel``). Layers are matched by their names, which Keras
     notes in the file, and layers in attributes by the attribute. Layers that Keras named itself
     (`dense_1`) are matched in their order if those of a class in the file have the same numbers, or
     numbers that differ by a constant, and are missing otherwise. Only the weights of a `.keras`
-    file are read: no layer is built from it, and no Lambda runs.
+    file are read: no layer is built from it, and no Lambda runs. Variables in a checkpoint of
+    `keras.callbacks.OrbaxCheckpoint` are matched by their paths, or in their order if these differ
+    only in the numbers that Keras gives.
 
     Args:
       state: From `create_state`; or any state with such paths.
-      source: The file.
+      source: A `.keras` or `.weights.h5` file, or the directory of an OrbaxCheckpoint. Any other
+        source of `functrain.warm_start` is read as there.
       model: A built model of the architecture in the file. It may differ in the leaves that are
         not taken, such as the width of the head. Its values are not used, and stay.
       take: As for `functrain.warm_start`.
       skip: As for `functrain.warm_start`.
       rename: Given a variable's path in `model`, such as ``params/body/kernel``, returns its path
-        in the state. Needed if `model` is only a part of the model of the state.
+        in the state. Needed if `model` is only a part of the model of the state. Of sources that
+        are not Keras's: as for `functrain.warm_start`.
       cast: As for `functrain.warm_start`.
 
     Returns:
@@ -72,17 +77,50 @@ def warm_start(
     require_built(model)
     path = os.path.expanduser(os.fspath(source))
     with open_arrays(path) as arrays:
-        stable_names = _stable_names(arrays.specs, arrays.layer_names)
-    state_paths = _saved_variables(model)
+        if any(name.startswith(_TREES) for name in arrays.specs):
+            state_paths = _paths_in_tree(arrays.specs, model)
+        elif path.lower().endswith((".keras", ".h5", ".hdf5")):
+            stable_names = _stable_names(arrays.specs, arrays.layer_names)
+            saved = _saved_variables(model)
+            pairs = ((name, saved.get(stable)) for name, stable in stable_names.items())
+            state_paths = {name: state_path for name, state_path in pairs if state_path is not None}
+        else:
+            options: Any = {"take": take, "skip": skip, "rename": rename, "cast": cast}
+            return functrain.warm_start(state, path, **options)
 
     def to_state_path(file_name: str) -> str:
-        state_path = state_paths.get(stable_names[file_name])
+        state_path = state_paths.get(file_name)
         # Arrays that are no variables of the model are reported under their names in the file.
         if state_path is None:
             return file_name
-        return state_path if rename is None else rename(state_path)
+        return rename(state_path) if callable(rename) else state_path
 
     return functrain.warm_start(state, path, take=take, skip=skip, rename=to_state_path, cast=cast)
+
+
+# The trees of variables that Keras's OrbaxCheckpoint saves.
+_TREES = ("trainable_variables/", "non_trainable_variables/")
+
+
+def _paths_in_tree(names: Iterable[str], model: keras.Model) -> dict[str, str]:
+    """Returns the path in a state of each variable in a checkpoint of Keras's OrbaxCheckpoint.
+
+    It has variables by their paths, in which Keras numbers unnamed layers over the whole process.
+    If paths differ, but only in these numbers, variables are matched in the order of the numbers.
+    """
+    in_file = {tuple(x.partition("/")[2].split("/")): x for x in names if x.startswith(_TREES)}
+    layout = _variables.layout(model)
+    parts = {"params": layout.params, "model_state": layout.model_state}
+    in_state = {
+        tuple(variable.path.split("/")): f"{part}/{'/'.join(path)}"
+        for part, variables in parts.items()
+        for path, variable in variables.items()
+    }
+    if not in_state.keys() <= in_file.keys():
+        ours, theirs = _names.numbered_alike(in_state), _names.numbered_alike(in_file)
+        if ours.keys() == theirs.keys():
+            return {in_file[theirs[alike]]: in_state[path] for alike, path in ours.items()}
+    return {name: in_state[path] for path, name in in_file.items() if path in in_state}
 
 
 def _stable_names(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, str]:

@@ -57,8 +57,8 @@ PAGES = {  # by file name, in the order of the sidebar
     "checkpoints": Page(
         "Checkpoints",
         "functrain",
-        "Checkpointer save load warm_start WarmStart watch_checkpoints CheckpointMismatchError "
-        "CheckpointCorruptError",
+        "Checkpointer save load warm_start WarmStart Rename watch_checkpoints "
+        "CheckpointMismatchError CheckpointCorruptError",
     ),
     "events": Page(
         "Events (ft.events)",
@@ -102,7 +102,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "create stack PopulationState step hyperparameters with_hyperparameters Loader "
         "EarlyStopping select resample predict_step",
     ),
-    "export": Page("Export (ft.export)", "functrain.export", "predict params"),
+    "export": Page("Export (ft.export)", "functrain.export", "predict params orbax"),
     "rewrites": Page("Rewrites (ft.rewrites)", "functrain.rewrites", "optimize resolve_mode Mode"),
     "bridge": Page(
         "Keras (bridge)",

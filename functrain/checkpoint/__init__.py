@@ -15,6 +15,10 @@ Files:
   _processes: coordination of the processes of one run
   _watch: new checkpoints, for an evaluation in another process
   _warm_start: parts of a state from a checkpoint, or from files of other programs
-  _array_files: readers of those files
+  _rename: rules by which arrays in those files are leaves of a state, and back
+  _sources: what is at a path, and its reader
+  _safetensors: reader of safetensors, of one file or of several with an index
+  _orbax: reader of Orbax checkpoints
+  _array_files: readers of checkpoints, HDF5, and archives of Keras and of NumPy
   _errors: errors of checkpoints
 """

@@ -1,11 +1,10 @@
-"""Readers of files of arrays: checkpoints, safetensors, HDF5 and Keras archives.
+"""Readers of files of arrays: checkpoints, HDF5, archives of Keras and of NumPy.
 
 No file is trusted: nothing is unpickled, no code is run, and specs are known before any array is
 read.
 """
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
@@ -19,11 +18,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from functrain.checkpoint import _leaves
-from functrain.checkpoint._arrays import DTYPES, StoredArrays
+from functrain.checkpoint._arrays import StoredArrays
 from functrain.checkpoint._errors import CheckpointMismatchError, corrupt_on
+from functrain.checkpoint._files import files_at
+from functrain.checkpoint._leaves import Index
 from functrain.checkpoint._manifest import STATE
 from functrain.common import _tree
-from functrain.common._library import import_optional
 
 
 class ArrayFile(NamedTuple):
@@ -31,68 +31,68 @@ class ArrayFile(NamedTuple):
 
     Attributes:
       specs: Dtype and shape of each array, such as ``float32[8, 3]``, by path.
-      read: Given a path, returns the array.
+      read: Given a path, and perhaps an index, returns the array or that part of it.
       layer_names: In a file of Keras, the names of the layers by their groups.
     """
 
     specs: Mapping[str, str]
-    read: Callable[[str], np.ndarray]
+    read: Callable[..., np.ndarray]
     layer_names: Mapping[str, str] = types.MappingProxyType({})
 
 
-def open_arrays(
-    path: str, manifest: Mapping[str, Any] | None = None
-) -> contextlib.AbstractContextManager[ArrayFile]:
-    """Opens a checkpoint, whose manifest is given, or a file of a format its suffix tells."""
-    if manifest is not None:
-        return _open_checkpoint(path, manifest)
-    readers = {".safetensors": _open_safetensors, ".keras": _open_keras}
-    readers |= {".h5": _open_hdf5, ".hdf5": _open_hdf5}
-    suffix = os.path.splitext(path)[1].lower()
-    if suffix not in readers or "://" in path:
-        raise CheckpointMismatchError(
-            f"{path}: expected a checkpoint's directory, or a file on disk named "
-            f"{', '.join(readers)}, got another file. Convert it, or download it."
-        )
-    return readers[suffix](path)
-
-
 @contextlib.contextmanager
-def _open_checkpoint(directory: str, manifest: Mapping[str, Any]) -> Iterator[ArrayFile]:
+def open_checkpoint(directory: str, manifest: Mapping[str, Any]) -> Iterator[ArrayFile]:
     """Opens the state in a checkpoint; of a finished run, the state that it returned."""
     tree = "final" if "final" in manifest["trees"] else STATE
     leaves = manifest["leaves"]
     names = {_leaves.leaf_path(name): name for name in leaves if _leaves.tree_name(name) == tree}
     specs = {path: leaves[name]["spec"] for path, name in names.items()}
     with StoredArrays(directory, manifest) as stored:
-        yield ArrayFile(specs, lambda path: stored.read(names[path]))
+        yield ArrayFile(specs, lambda path, index=None: stored.read(names[path], index))
+
+
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError)
 
 
 @contextlib.contextmanager
-def _open_safetensors(path: str) -> Iterator[ArrayFile]:
-    to_install = "safetensors files need the library: pip install 'functrain[safetensors]'"
-    library = import_optional("safetensors", to_install)
-    # Opening it checks the header, its offsets, and the length of the file.
-    expected = f"{path}: expected an intact .safetensors file"
-    with corrupt_on(library.SafetensorError, expected=expected), library.safe_open(path, "numpy"):
-        pass
-    # The arrays are read here, because the library returns NumPy's own dtypes and bfloat16, but
-    # not float8.
-    with open(path, "rb") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_length))
-    header.pop("__metadata__", None)
+def open_npz(path: str) -> Iterator[ArrayFile]:
+    """Opens the archive of `numpy.savez`, which has checksums."""
+    expected = f"{path}: expected an intact .npz file"
+    with contextlib.ExitStack() as stack:
+        with corrupt_on(*_ZIP_ERRORS, ValueError, expected=expected):
+            archive = stack.enter_context(zipfile.ZipFile(_opened(path, stack)))
+            members = [x for x in archive.namelist() if x.endswith(".npy")]
+            specs = {x.removesuffix(".npy"): _npy_spec(archive, x) for x in members}
 
-    def read(name: str) -> np.ndarray:
-        begin, end = header[name]["data_offsets"]
-        offset = 8 + header_length + begin
-        data = np.fromfile(path, np.uint8, end - begin, offset=offset)
-        array: np.ndarray = data.view(jnp.dtype(dtypes[name])).reshape(header[name]["shape"])
-        return array
+        def read(name: str, index: Index | None = None) -> np.ndarray:
+            with (
+                corrupt_on(*_ZIP_ERRORS, ValueError, expected=expected),
+                archive.open(f"{name}.npy") as file,
+            ):
+                array: np.ndarray = np.lib.format.read_array(file, allow_pickle=False)
+            return array if index is None else array[index]
 
-    dtypes = {name: DTYPES.get(x["dtype"], x["dtype"]) for name, x in header.items()}
-    specs = {name: _tree.format_spec(dtypes[name], x["shape"]) for name, x in header.items()}
-    yield ArrayFile(specs, read)
+        yield ArrayFile(specs, read)
+
+
+def _npy_spec(archive: zipfile.ZipFile, member: str) -> str:
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        is_first = version == (1, 0)
+        header = (
+            np.lib.format.read_array_header_1_0 if is_first else np.lib.format.read_array_header_2_0
+        )
+        shape, _, dtype = header(file)
+    return _tree.format_spec(dtype, shape)
+
+
+def _opened(path: str, stack: contextlib.ExitStack) -> Any:
+    """Returns an open file for a library: at a URL, fsspec's, which ends with the stack."""
+    if "://" not in path:
+        return path
+    files = files_at(path)
+    with files.errors(path):
+        return stack.enter_context(files.open(path))
 
 
 # What h5py raises for damaged files.
@@ -100,7 +100,7 @@ _HDF5_ERRORS = (AttributeError, LookupError, OSError, RuntimeError, TypeError, V
 
 
 @contextlib.contextmanager
-def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
+def open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
     """Opens an HDF5 file, or one within an archive. Links to other files are not followed."""
     import h5py
 
@@ -115,15 +115,16 @@ def _open_hdf5(path: str, file: IO[bytes] | None = None) -> Iterator[ArrayFile]:
         elif isinstance(layer := node.attrs.get("name"), str):
             layer_names[name.removesuffix("vars").rstrip("/")] = layer
 
-    def read(name: str) -> np.ndarray:
+    def read(name: str, index: Index | None = None) -> np.ndarray:
         with corrupt_on(*_HDF5_ERRORS, expected=expected):
-            raw = datasets[name][()]
+            raw = datasets[name][() if index is None else index]
         return np.asarray(raw).view(_hdf5_dtype(datasets[name]))
 
     with contextlib.ExitStack() as stack:
         specs = {}
         with corrupt_on(*_HDF5_ERRORS, expected=expected):
-            stack.enter_context(h5py.File(file or path, "r")).visititems(add_node)
+            opened = _opened(path, stack) if file is None else file
+            stack.enter_context(h5py.File(opened, "r")).visititems(add_node)
             for name, dataset in datasets.items():
                 if dataset.external or dataset.is_virtual:
                     raise CheckpointMismatchError(
@@ -141,17 +142,16 @@ def _hdf5_dtype(dataset: Any) -> np.dtype:
 
 
 @contextlib.contextmanager
-def _open_keras(path: str) -> Iterator[ArrayFile]:
+def open_keras(path: str) -> Iterator[ArrayFile]:
     """Opens the weights in a Keras archive, which has checksums. Its config is not read."""
     expected = f"{path}: expected an intact .keras file, as Keras 3 saves it"
-    zip_errors = (zipfile.BadZipFile, zlib.error, EOFError, KeyError, NotImplementedError)
-    with tempfile.TemporaryFile() as weights:
+    with tempfile.TemporaryFile() as weights, contextlib.ExitStack() as stack:
         with (
-            corrupt_on(*zip_errors, expected=expected),
-            zipfile.ZipFile(path) as archive,
+            corrupt_on(*_ZIP_ERRORS, expected=expected),
+            zipfile.ZipFile(_opened(path, stack)) as archive,
             archive.open("model.weights.h5") as file,
         ):
             shutil.copyfileobj(file, weights)
         weights.seek(0)
-        with _open_hdf5(path, weights) as arrays:
+        with open_hdf5(path, weights) as arrays:
             yield arrays

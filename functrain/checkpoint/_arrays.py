@@ -33,14 +33,17 @@ DTYPES |= {"F16": "float16", "F32": "float32", "F64": "float64"}
 _SAFETENSORS_NAMES = dict(zip(DTYPES.values(), DTYPES, strict=True))
 
 
-def write_arrays(file: Any, leaves: Mapping[str, Leaf]) -> tuple[int, int, str, dict[str, Any]]:
-    """Writes the parts that this process has into an open file.
+def write_arrays(
+    file: Any, leaves: Mapping[str, Leaf], metadata: Mapping[str, str] | None = None
+) -> tuple[int, int, str, dict[str, Any]]:
+    """Writes the parts that this process has into an open file, whose header may have metadata.
 
     Returns:
       The sizes of the file and of its header, the checksum of the header, and by leaf ``[offset in
       the file, box in the array, checksum]`` for each part.
     """
-    header, offset = dict[str, Any](), 0
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    offset = 0
     parts = [(name, *shard) for name, leaf in leaves.items() for shard in leaf.shards]
     for name, box, array in parts:
         # A part of an array is stored under the name of the leaf with its box. Dtypes that

@@ -11,6 +11,7 @@ checkpoint complete or absent. The same holds in an object store, see `_object_s
 """
 
 import contextlib
+import glob
 import io
 import os
 import re
@@ -42,12 +43,18 @@ def is_step_name(name: str) -> bool:
     return len(name) == 12 and name.isascii() and name.isdigit()
 
 
-def resolve_path(path: str | os.PathLike[str], name: str = "path") -> str:
-    """Returns a URL, or an absolute path that later changes of links leave alone."""
+def resolve_path(
+    path: str | os.PathLike[str], name: str = "path", *, is_written: bool = True
+) -> str:
+    """Returns a URL, or an absolute path that later changes of links leave alone.
+
+    What is only read may be at any URL for which fsspec has access.
+    """
     text = path_text(path, name)
     expected = "a path on this machine, such as 'runs/first' or '.', or a URL of gs:// or s3://"
     url = re.match(r"(\w\w+)?:/(/?)(.*)", text)
-    is_known = url is None or (url[1] in PACKAGES and url[2] and url[3])
+    is_store = url is not None and bool(url[1] in PACKAGES or (url[1] and not is_written))
+    is_known = url is None or (is_store and url[2] and url[3])
     advice = "Mount other storage as a folder. A pathlib.Path removes a slash: pass a text."
     require(is_known, name, expected, text, advice)
     return os.path.realpath(text) if url is None else text.rstrip("/")
@@ -87,6 +94,10 @@ class Disk:
         if steps and any(is_step_name(x) and x not in listed for x in os.listdir(directory)):
             return self.names(directory)
         return names
+
+    def find(self, directory: str, pattern: str) -> list[str]:
+        """Returns the names below a directory that match a pattern such as ``*/a.json``, sorted."""
+        return sorted(glob.glob(pattern, root_dir=directory))
 
     def has(self, directory: str, names: list[str]) -> bool:
         """Returns True if a directory has all of these files."""

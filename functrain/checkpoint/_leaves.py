@@ -13,6 +13,7 @@ from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
 
 Box = tuple[range, ...]  # a part of an array: its range on each axis
+Index = tuple[slice, ...]
 Reader = Callable[..., np.ndarray]  # returns the part of an array at an index; all by default
 
 

@@ -19,7 +19,8 @@ from functrain.common._library import import_optional
 # Larger requests are faster, but this memory is taken beside a leaf. S3 allows 10,000 parts.
 _READ_BYTES, _WRITE_BYTES = 16 * 2**20, 64 * 2**20
 
-PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}  # by protocol
+# By protocol, of stores that checkpoints are written to.
+PACKAGES = {"gs": "gcsfs", "s3": "s3fs", "memory": "fsspec"}
 
 
 @functools.cache
@@ -30,7 +31,12 @@ def _file_system(protocol: str, package: str, process: int) -> Any:
     import_optional(package, to_install)
     # Another process may change the listings at any time. fsspec's own instances are those of
     # one thread, and every save has its own.
-    return fsspec.filesystem(protocol, use_listings_cache=False, skip_instance_cache=True)
+    try:
+        return fsspec.filesystem(protocol, use_listings_cache=False, skip_instance_cache=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{protocol}://: expected a protocol that fsspec knows, such as gs://, s3:// or hf://."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -59,13 +65,20 @@ class ObjectStore:
 
     def __init__(self, path: str) -> None:
         protocol = path.partition("://")[0]
-        self._store = _file_system(protocol, PACKAGES[protocol], os.getpid())
+        self._store = _file_system(protocol, PACKAGES.get(protocol, "fsspec"), os.getpid())
 
     def names(self, directory: str) -> set[str]:
         """Returns the names of the objects below a path; "" is the path itself."""
         with _store_errors(directory):
             root = self._store._strip_protocol(directory)
             return {name.removeprefix(root).lstrip("/") for name in self._store.find(directory)}
+
+    def find(self, directory: str, pattern: str) -> list[str]:
+        """Returns the names below a path that match a pattern such as ``*/a.json``, sorted."""
+        with _store_errors(directory):
+            root = self._store._strip_protocol(directory)
+            found = self._store.glob(f"{root}/{pattern}")
+        return sorted(name.removeprefix(root).lstrip("/") for name in found)
 
     def has(self, directory: str, names: list[str]) -> bool:
         """Returns True if a directory has all of these objects."""

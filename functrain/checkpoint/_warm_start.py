@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from functrain.checkpoint import _leaves
-from functrain.checkpoint._array_files import ArrayFile, open_arrays
+from functrain.checkpoint._array_files import ArrayFile
 from functrain.checkpoint._checkpoint import read_current
 from functrain.checkpoint._directory import read_newest, steps
 from functrain.checkpoint._errors import CheckpointMismatchError
-from functrain.checkpoint._files import files_at, resolve_path
-from functrain.checkpoint._manifest import STATE
+from functrain.checkpoint._files import MANIFEST, files_at, resolve_path
+from functrain.checkpoint._manifest import STATE, parse_spec
+from functrain.checkpoint._rename import Piece, Rename, Source, find_sources, piece
+from functrain.checkpoint._sources import find_weights, open_arrays
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
@@ -22,7 +24,6 @@ from functrain.common._warnings import warn
 from functrain.model._freeze import merged_paths
 from functrain.step._state import TrainState
 
-Rename = Callable[[str], str]
 _FLOAT = re.compile(r"^b?float\w+")  # of a spec, such as bfloat16[8, 3]
 
 
@@ -31,17 +32,20 @@ class WarmStart(NamedTuple):
 
     Attributes:
       state: The state with the leaves of the file.
-      loaded: Paths in the state that were taken, each with the path in the file.
+      loaded: Paths in the state that were taken, each with the path in the file; with several, if
+        it was joined from them.
+      transformed: Those of them that were transposed, reshaped, split or joined.
       unused: Paths in the file that were not taken.
       missing: Paths in the state that were asked for, but are not in the file: they are unchanged.
       unchanged: Paths in the state that were not asked for.
       source: The file or the checkpoint.
 
     Examples:
-      >>> warm = WarmStart((), {"params/a/w": "a/w"}, ("b/w", "b/b"), (), ("step",), "old.h5")
+      >>> warm = WarmStart((), {"params/a/w": "a/w"}, (), ("b/w", "b/b"), (), ("step",), "old.h5")
       >>> print(warm)
       Warm start from old.h5
         loaded        1  params/a/w
+        transformed   0
         unused        2  b/w, b/b
         missing       0
         unchanged     1  step
@@ -49,6 +53,7 @@ class WarmStart(NamedTuple):
 
     state: PyTree
     loaded: Mapping[str, str]
+    transformed: tuple[str, ...]
     unused: tuple[str, ...]
     missing: tuple[str, ...]
     unchanged: tuple[str, ...]
@@ -56,9 +61,9 @@ class WarmStart(NamedTuple):
 
     def __repr__(self) -> str:
         lines = [f"Warm start from {_repr.shorten_start(self.source, 64)}"]
-        for name in ("loaded", "unused", "missing", "unchanged"):
+        for name in ("loaded", "transformed", "unused", "missing", "unchanged"):
             paths = getattr(self, name)
-            line = f"  {name:<10}{len(paths):>5,}  {', '.join(paths)}".rstrip()
+            line = f"  {name:<11}{len(paths):>4,}  {', '.join(paths)}".rstrip()
             lines.append(line if len(line) <= 80 else f"{line[:77]}...")
         return "\n".join(lines)
 
@@ -69,13 +74,14 @@ def warm_start(
     *,
     take: str | Sequence[str] | None = None,
     skip: str | Sequence[str] = (),
-    rename: Rename | None = None,
+    rename: Callable[[str], str] | Sequence[Rename] | None = None,
     cast: bool = False,
 ) -> WarmStart:
     """Replaces leaves of a state by those of a file; all others are unchanged.
 
-    Leaves are matched by path, and taken as they are. Those of PyTorch must be transposed for most
-    layers of flax and Keras before the file is written.
+    Leaves are matched by path, and taken as they are; `Rename` says which have other names, or
+    other orders of axes, as those of PyTorch have. Leaves are read one by one, and in several
+    processes each process reads the parts that it has.
 
     Patterns match paths of the state, as for files: `*` stands for one part of a path, `**` for any
     number of them: ``"params/encoder/**"``, ``"**/kernel"``. A leaf that the file does not have
@@ -89,8 +95,12 @@ def warm_start(
         (`jax.ShapeDtypeStruct`) must all be taken.
       source: A checkpoint of `functrain.save`; the directory of a `Checkpointer`, whose last
         checkpoint that is not damaged is read (of a finished run, its result), or of one of its
-        steps; a file `.safetensors`, `.weights.h5` (or another HDF5) or `.keras`. For the names
-        that Keras gives to layers see `bridge.warm_start`.
+        steps; a file `.safetensors`, `.safetensors.index.json` of several, `.npz`, `.weights.h5`
+        (or another HDF5) or `.keras`; a directory with one model in safetensors, as on Hugging
+        Face; or one of Orbax: a checkpoint, or that of a CheckpointManager, whose newest step is
+        read. All of them may be at a URL that fsspec can read, such as ``gs://`` or ``hf://``
+        (Orbax: that TensorStore can). For the names that Keras gives to layers see
+        `bridge.warm_start`.
       take: Patterns of the leaves to take. By default all; of each `TrainState` in the tree only
         params and model_state, so that training starts anew: at step 0, with the optimizer and the
         rng of `state`. An optimizer that starts from a copy of the params, such as
@@ -98,20 +108,21 @@ def warm_start(
         and so does a field that a subclass of `TrainState` adds, such as an average.
       skip: Patterns of leaves not to take even so, such as a head of another width.
       rename: Given a path in the file, returns the path in the state:
-        ``rename=lambda path: f"params/{path}"``.
+        ``rename=lambda path: f"params/{path}"``; or rules of `Rename`, and then only what they
+        match is taken.
       cast: True converts floating-point leaves of another dtype.
 
     Returns:
-      WarmStart(state, loaded, unused, missing, unchanged, source).
+      WarmStart(state, loaded, transformed, unused, missing, unchanged, source).
 
     Raises:
       FileNotFoundError: Nothing is at `source`.
       CheckpointMismatchError: The file is of an unknown format, or has leaves of another shape or
         dtype, which are named. Nothing was taken. It is a ValueError.
-      CheckpointCorruptError: The file is damaged.
+      CheckpointCorruptError: The file is damaged, or one of its index is missing.
       ValueError: A pattern matches nothing; two paths in the file become the same; an abstract leaf
         is not taken.
-      ImportError: A `.safetensors` file, and the library is not installed.
+      ImportError: A URL or an Orbax checkpoint, and the library for it is not installed.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, optax, tempfile
@@ -124,6 +135,7 @@ def warm_start(
       >>> print(warm)
       Warm start from .../old
         loaded        1  params/body
+        transformed   0
         unused        ...
         missing       0
         unchanged     ...
@@ -144,48 +156,53 @@ def warm_start(
 
     def read(file: str, manifest: Mapping[str, Any] | None = None) -> WarmStart:
         with open_arrays(file, manifest) as arrays:
-            names = _add_frozen(_map_paths(file, arrays.specs, rename), merged)
+            sources = _add_frozen(find_sources(file, arrays.specs, rename), merged)
             known_paths = dict.fromkeys([*leaves, *merged.values()])
             for pattern in skip_patterns:  # of a leaf that the file or the state may lack
-                _patterns.require_match("skip", pattern, {*known_paths, *names})
+                _patterns.require_match("skip", pattern, {*known_paths, *sources})
             for pattern in take_patterns or ():
                 _patterns.require_match("take", pattern, known_paths)
-            loaded = {path: names[path] for path in requested if path in names}
-            if not loaded:
+            taken = {path: sources[path] for path in requested if path in sources}
+            if not taken:
                 raise CheckpointMismatchError(
                     f"{file}: expected leaves to take, such as {requested[:1]}, got only others, "
-                    f"such as {list(names)[:1]}. Pass rename=, a function from paths in the file "
-                    "to paths in the state, or use bridge.warm_start for a file of Keras."
+                    f"such as {list(sources or arrays.specs)[:1]}. Pass rename=, a function from "
+                    "paths in the file to paths in the state or rules of ft.Rename, or use "
+                    "bridge.warm_start for a file of Keras."
                 )
-            specs = {path: arrays.specs[name] for path, name in loaded.items()}
-            _require_same_specs(file, specs, leaves, cast)
-            _warn_of_torch(file, loaded, leaves)
-            _require_values({path: leaves[path] for path in _without(leaves, loaded)})
+            pieces = _make_pieces(file, taken, arrays.specs, leaves, merged, cast)
+            _warn_of_torch(file, taken, leaves)
+            _require_values({path: leaves[path] for path in _without(leaves, taken)})
             new_leaves = dict(leaves)
             # One by one, so that the buffers of the file exist for one leaf at a time.
-            for path, name in loaded.items():
-                new_leaves[path] = _read_leaf(arrays, name, path, leaves[path])
+            for path in taken:
+                new_leaves[path] = _read_leaf(arrays, pieces[path], path, leaves[path])
+            loaded = {path: ", ".join(source.names) for path, source in taken.items()}
             for path, param in copied.items():
                 if param in loaded and path not in loaded and path not in skipped:
                     # A copy even of the same dtype: a buffer of two leaves cannot be donated.
                     copy = _tree.copy(new_leaves[param].astype(leaves[path].dtype))
                     new_leaves[path] = _tree.device_put_like(copy, leaves[path])
-                    loaded[path] = names[param]
+                    loaded[path] = loaded[param]
         return WarmStart(
             state=jax.tree.unflatten(jax.tree.structure(state), new_leaves.values()),
             loaded=loaded,
-            unused=_without(arrays.specs, loaded.values()),
-            missing=_without(requested, names),
+            transformed=tuple(path for path, source in taken.items() if source.is_transformed),
+            unused=_without(arrays.specs, [name for x in taken.values() for name in x.names]),
+            missing=_without(requested, sources),
             unchanged=_without(leaves, [*requested, *loaded]),
             source=file,
         )
 
-    path = resolve_path(source, "source")
-    if "" in files_at(path).names(path):  # a file
-        return read(path)
+    path = resolve_path(source, "source", is_written=False)
+    names = files_at(path).names(path)
+    if MANIFEST in names:
+        return read_current(path, read)
     if steps(path):
         return read_newest(path, read)
-    return read_current(path, read)
+    if "" in names or (names and find_weights(path) is not None):
+        return read(path)
+    return read_current(path, read)  # raises an error that says what is there
 
 
 def _state_leaves(state: PyTree) -> dict[str, Any]:
@@ -230,24 +247,40 @@ def _is_copy(leaf: Any, param: Any) -> bool:
     return bool(jnp.array_equal(leaf, _tree.device_put_like(param.astype(leaf.dtype), leaf)))
 
 
-def _map_paths(source: str, file_paths: Collection[str], rename: Rename | None) -> dict[str, str]:
-    """Returns the paths in a file by their paths in the state."""
-    names: dict[str, str] = {}
-    expected = "a path that no other leaf is renamed to"
-    for file_path in file_paths:
-        path = file_path if rename is None else rename(file_path)
-        advice = f"{source} has {names.get(path)!r}, which is renamed to it, too."
-        require(path not in names, f"rename({file_path!r})", expected, path, advice)
-        names[path] = file_path
-    return names
-
-
-def _add_frozen(names: Mapping[str, str], merged: Mapping[str, str]) -> dict[str, str]:
+def _add_frozen(sources: Mapping[str, Source], merged: Mapping[str, str]) -> dict[str, Source]:
     """Adds leaves whose paths differ only because a model is frozen, in the file or the state."""
     # An exact match has precedence over one by the merged path.
-    merged_names = {path: names[name] for name, path in merged_paths(names).items()}
-    frozen_names = {p: merged_names[path] for p, path in merged.items() if path in merged_names}
-    return {**frozen_names, **merged_names, **names}
+    by_merged = {path: sources[name] for name, path in merged_paths(sources).items()}
+    of_frozen = {p: by_merged[path] for p, path in merged.items() if path in by_merged}
+    return {**of_frozen, **by_merged, **sources}
+
+
+def _make_pieces(
+    file: str,
+    sources: Mapping[str, Source],
+    specs: Mapping[str, str],
+    leaves: Mapping[str, Any],
+    merged: Mapping[str, str],
+    cast: bool,
+) -> dict[str, Piece]:
+    """Returns how the leaves are made; raises an error for another shape or dtype."""
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    shapes |= {merged_path: shapes[path] for path, merged_path in merged.items()}
+    pieces: dict[str, Piece] = {}
+    found: dict[str, str] = {}
+    for path, source in sources.items():
+        spec = specs[source.names[0]]
+        if not source.is_transformed:
+            pieces[path], found[path] = Piece(source.names, (), None, 0, None), spec
+            continue
+        stored = [parse_spec(specs[name]) for name in source.names]
+        made = piece(source, shapes[path], shapes, [shape for _, shape in stored])
+        if made is None:
+            found[path] = f"{', '.join(specs[name] for name in source.names)} by {source.rule}"
+        else:
+            pieces[path], found[path] = made, _tree.format_spec(stored[0][0], shapes[path])
+    _require_same_specs(file, found, leaves, cast)
+    return pieces
 
 
 def _require_same_specs(
@@ -270,15 +303,17 @@ def _require_same_specs(
     )
 
 
-def _warn_of_torch(source: str, loaded: Mapping[str, str], leaves: Mapping[str, Any]) -> None:
+def _warn_of_torch(file: str, taken: Mapping[str, Source], leaves: Mapping[str, Any]) -> None:
     """Warns if square matrices under PyTorch's name become kernels, which are its transposes."""
     # The shape of any other one differs from that of its transpose, which is an error.
-    for path, name in loaded.items():
+    for path, source in taken.items():
         is_square = leaves[path].ndim > 1 and len(set(leaves[path].shape)) == 1
-        if is_square and name.endswith(".weight") and path.endswith("/kernel"):
+        name = source.names[0]
+        is_plain = is_square and not source.is_transformed
+        if is_plain and name.endswith(".weight") and path.endswith("/kernel"):
             warn(
-                f"{source}: {name} was taken as {path}. PyTorch stores [outputs, inputs], but a "
-                "kernel is [inputs, outputs]: transpose the matrices of PyTorch in the file."
+                f"{file}: {name} was taken as {path}. PyTorch stores [outputs, inputs], but a "
+                f"kernel is [inputs, outputs]: Rename({name!r}, {path!r}, 'o i -> i o')."
             )
             return
 
@@ -296,9 +331,11 @@ def _without(paths: Collection[str], removed: Collection[str]) -> tuple[str, ...
     return tuple(path for path in paths if path not in removed)
 
 
-def _read_leaf(arrays: ArrayFile, name: str, path: str, like: Any) -> Any:
+def _read_leaf(arrays: ArrayFile, source: Piece, path: str, like: Any) -> Any:
     """Reads an array as a leaf of the kind, dtype and sharding of another leaf."""
-    data = arrays.read(name)
-    if not _tree.is_key(like) and data.dtype != like.dtype:
-        data = data.astype(like.dtype)
-    return _leaves.restore_leaf(path, like, lambda index=...: data[index])
+
+    def read(index: Any = None) -> Any:
+        data = source.read(arrays.read, index)
+        return data if _tree.is_key(like) else data.astype(like.dtype, copy=False)
+
+    return _leaves.restore_leaf(path, like, read)

@@ -2,6 +2,7 @@
 
 Files:
   _params: arrays, for programs that read safetensors
+  _orbax: checkpoints of Orbax
   _predict: a model that predicts, for programs that have jax
   _atomic: files that get their name only when they are complete
 
@@ -11,7 +12,8 @@ Examples:
   ...     ft.export.params(f"{folder}/params.safetensors", {"kernel": jnp.ones((3, 2))})
 """
 
+from functrain.export._orbax import orbax as orbax
 from functrain.export._params import params as params
 from functrain.export._predict import predict as predict
 
-__all__ = ["params", "predict"]
+__all__ = ["orbax", "params", "predict"]

@@ -1,19 +1,38 @@
 """Arrays, for programs that read safetensors."""
 
+import contextlib
+import glob
+import json
 import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
+import numpy as np
 
 from functrain.checkpoint._arrays import DTYPES, write_arrays
-from functrain.checkpoint._leaves import fetch_leaves, leaf_path, named_leaves
+from functrain.checkpoint._leaves import Leaf, box_at, fetch_leaves, leaf_path, named_leaves
+from functrain.checkpoint._rename import Rename, Target, find_targets
+from functrain.checkpoint._safetensors import INDEX
 from functrain.common import _tree
-from functrain.common._checks import require
+from functrain.common._checks import require, require_integer
 from functrain.common._types import PyTree
 from functrain.export._atomic import atomic_write, require_free
+from functrain.step._state import TrainState
+
+# Without it, transformers takes no file.
+_METADATA = {"format": "pt"}
 
 
-def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = False) -> None:
-    """Writes arrays to a safetensors file, each under its path.
+def params(
+    path: str | os.PathLike[str],
+    params: PyTree,
+    *,
+    rename: Sequence[Rename] = (),
+    shard_bytes: int | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes arrays to a safetensors file, each under its path or the name that a rule gives.
 
     `functrain.warm_start` reads it back, and so does any program that reads such files:
     ``safetensors.numpy.load_file(path)`` returns a dict by path, ``dense/kernel``. Bits and dtypes
@@ -21,14 +40,21 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
 
     Args:
       path: A file `.safetensors`. Missing folders are created.
-      params: Any pytree of arrays: ``state.params``; or a dict of parts of a state.
-      overwrite: True replaces an existing file.
+      params: Any pytree of arrays: ``state.params``; or a dict of parts of a state. Of a
+        TrainState, params and model_state are written, under their paths in the state.
+      rename: The rules by which `functrain.warm_start` reads the file, one for each array. So the
+        file has the names and layouts of another program.
+      shard_bytes: If the arrays have more bytes than this, they are written to several files of at
+        most so many, or of one array, such as ``model-00001-of-00003.safetensors``, with an index,
+        ``model.safetensors.index.json``, as on Hugging Face.
+      overwrite: True replaces an existing file, or those of an existing index.
 
     Raises:
-      FileExistsError: The file exists, and `overwrite` is False.
+      FileExistsError: The file or the index exists, and `overwrite` is False.
       OSError: The file cannot be written.
       TypeError: A leaf is not an array of numbers, or of a dtype that such files do not have.
-      ValueError: `path` has another suffix, or there are no arrays.
+      ValueError: `path` has another suffix, there are no arrays, an array has no rule, or two that
+        differ get one name.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, safetensors.numpy, tempfile
@@ -43,7 +69,14 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
     target = require_free(path, overwrite=overwrite)
     has_suffix = os.fspath(path).endswith(".safetensors")
     require(has_suffix, "path", "a name that ends in .safetensors", os.fspath(path))
-    leaves = named_leaves({"params": params})
+    old = _files_of(target)
+    for file in old:
+        require_free(file, overwrite=overwrite)
+    if shard_bytes is not None:
+        require_integer("shard_bytes", shard_bytes)
+    if isinstance(params, TrainState):
+        params = {"params": params.params, "model_state": params.model_state}
+    leaves = {leaf_path(x): leaf for x, leaf in named_leaves({"params": params}).items()}
     require(leaves, "params", "a pytree with arrays", params)
     # An array that is spread over processes cannot be fetched by one of them.
     if jax.process_count() > 1:
@@ -51,14 +84,108 @@ def params(path: str | os.PathLike[str], params: PyTree, *, overwrite: bool = Fa
             f"expected to export from one process, got {jax.process_count()}. Save with "
             "functrain.save, and export from one process that loads it."
         )
-    fetched = {}
-    for name, leaf in fetch_leaves(leaves).items():
-        path_of_leaf, dtype = leaf_path(name), leaf.shards[0][1].dtype
-        is_number = not _tree.is_key(leaves[name]) and str(dtype) in DTYPES.values()
+    for path_of_leaf, leaf in leaves.items():
+        is_number = not _tree.is_key(leaf) and str(getattr(leaf, "dtype", "")) in DTYPES.values()
         expected, advice = "an array of a dtype that safetensors has", "Convert or omit the array."
-        require(is_number, path_of_leaf, expected, leaves[name], advice, error=TypeError)
-        fetched[path_of_leaf] = leaf
+        require(is_number, path_of_leaf, expected, leaf, advice, error=TypeError)
+    targets = _unique(find_targets(leaves, rename or (Rename("**", "**"),)), leaves)
+    shards = _shards(targets, leaves, shard_bytes)
+    # Without its index no file is taken for a part of a model that another file is of.
+    _remove([_index_of(target)])
+    written = [target] if len(shards) == 1 else _shard_paths(target, len(shards))
+    for file, shard in zip(written, shards, strict=True):
+        _write(file, shard, leaves)
+    if len(shards) > 1:
+        _write_index(target, written, shards, leaves)
+    _remove(set(old) - {*written, _index_of(target)})
+
+
+def _index_of(target: str) -> str:
+    return target.removesuffix(".safetensors") + INDEX
+
+
+def _shard_paths(target: str, count: int) -> list[str]:
+    stem = target.removesuffix(".safetensors")
+    return [f"{stem}-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def _files_of(target: str) -> list[str]:
+    """Returns the files that a model was written to, in one file or several."""
+    stem = glob.escape(target.removesuffix(".safetensors"))
+    shards = glob.glob(f"{stem}-[0-9][0-9][0-9][0-9][0-9]-of-[0-9][0-9][0-9][0-9][0-9].safetensors")
+    return [x for x in (target, _index_of(target), *shards) if os.path.lexists(x)]
+
+
+def _remove(files: Iterable[str]) -> None:
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(file)
+
+
+def _unique(targets: Iterable[Target], leaves: Mapping[str, Any]) -> list[Target]:
+    """Returns targets whose names differ: leaves that are equal, as tied weights, can share one."""
+    by_name: dict[str, Target] = {}
+    for target in targets:
+        other = by_name.setdefault(target.names[0], target)
+        if other is not target:
+            ours, theirs = (
+                x.arrays([np.asarray(leaves[path]) for path in x.paths]) for x in (target, other)
+            )
+            are_equal = all(
+                name in theirs and np.array_equal(x, theirs[name]) for name, x in ours.items()
+            )
+            expected = f"equal leaves for {target.names[0]}, to which two rules give its name"
+            advice = "Leave one of them out of the tree."
+            require(are_equal, "rename", expected, [*other.paths, *target.paths], advice)
+    return list(by_name.values())
+
+
+def _shards(
+    targets: Iterable[Target], leaves: Mapping[str, Any], shard_bytes: int | None
+) -> list[list[Target]]:
+    """Divides targets, in their order, into files of at most so many bytes, or of one target."""
+    shards: list[list[Target]] = [[]]
+    size = 0
+    for target in targets:
+        nbytes = _nbytes(target, leaves)
+        if shards[-1] and shard_bytes is not None and size + nbytes > shard_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(target)
+        size += nbytes
+    return shards
+
+
+def _nbytes(target: Target, leaves: Mapping[str, Any]) -> int:
+    return sum(leaves[path].nbytes for path in target.paths)
+
+
+def _write(file_path: str, targets: Iterable[Target], leaves: Mapping[str, Any]) -> None:
+    """Writes a file. Only its own arrays are fetched."""
+    paths = {path for target in targets for path in target.paths}
+    fetched = fetch_leaves({f"params/{path}": leaves[path] for path in paths})
+    arrays: dict[str, np.ndarray] = {}
+    for target in targets:
+        arrays |= target.arrays([fetched[f"params/{path}"].shards[0][1] for path in target.paths])
+    stored = {}
     # The largest elements come first, so that every array is aligned in the file.
-    in_order = sorted(fetched.items(), key=lambda item: -item[1].shards[0][1].itemsize)
-    with atomic_write(target) as file:
-        write_arrays(file, dict(in_order))
+    for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):
+        spec = _tree.strong_spec(array)
+        stored[name] = Leaf(spec, spec, [(box_at(None, array.shape), array)])
+    with atomic_write(file_path) as file:
+        write_arrays(file, stored, _METADATA)
+
+
+def _write_index(
+    target: str, files: list[str], shards: list[list[Target]], leaves: Mapping[str, Any]
+) -> None:
+    weight_map = {
+        name: os.path.basename(file)
+        for file, shard in zip(files, shards, strict=True)
+        for each in shard
+        for name in each.names
+    }
+    total = sum(_nbytes(each, leaves) for shard in shards for each in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    with atomic_write(_index_of(target)) as file:
+        file.write(json.dumps(index, indent=2).encode())

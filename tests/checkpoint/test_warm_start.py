@@ -289,11 +289,12 @@ def test_what_is_no_state_is_named(old) -> None:
 def test_the_report_is_a_table_of_a_few_lines(old) -> None:
     warm = ft.warm_start(create(classes=5), old, skip="params/head/**")
     lines = repr(warm).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
     assert max(map(len, lines)) <= 80
     assert lines[1].startswith("  loaded        3  params/encoder/layer_0/kernel, params/")
-    assert lines[2].startswith("  unused       13  step, params/head/bias, ")
-    assert lines[3] == "  missing       0"
+    assert lines[2] == "  transformed   0"
+    assert lines[3].startswith("  unused       13  step, params/head/bias, ")
+    assert lines[4] == "  missing       0"
 
 
 @pytest.mark.parametrize("step", [1, 2])

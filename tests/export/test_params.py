@@ -53,7 +53,9 @@ def test_every_array_is_aligned_to_its_elements_in_the_file(tmp_path) -> None:
     ft.export.params(path, arrays)
     text = path.read_bytes()
     length = int.from_bytes(text[:8], "little")
-    for name, record in json.loads(text[8 : 8 + length]).items():
+    header = json.loads(text[8 : 8 + length])
+    assert header.pop("__metadata__") == {"format": "pt"}
+    for name, record in header.items():
         assert (8 + length + record["data_offsets"][0]) % arrays[name].itemsize == 0
     found = safetensors.numpy.load_file(path)
     for name, array in arrays.items():

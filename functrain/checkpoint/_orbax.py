@@ -1,0 +1,98 @@
+"""Reader of Orbax checkpoints: of a StandardCheckpointer, a CheckpointManager, or Keras.
+
+Orbax's own restore reads a tree at once. Here each leaf is read by itself, or a part of it, through
+TensorStore, the library that Orbax stores arrays with. The files are described in
+https://orbax.readthedocs.io/en/latest/guides/checkpoint/checkpoint_format.html.
+"""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from functrain.checkpoint._array_files import ArrayFile
+from functrain.checkpoint._errors import PARSE_ERRORS, corrupt_on
+from functrain.checkpoint._files import files_at
+from functrain.checkpoint._leaves import Index
+from functrain.common import _tree
+from functrain.common._library import import_optional
+
+_METADATA = "_METADATA"
+
+
+def find_items(path: str) -> dict[str, str]:
+    """Returns the directories with arrays of an Orbax checkpoint by their names; {} for no such.
+
+    Of the directory of a CheckpointManager, those of the newest step.
+    """
+    files = files_at(path)
+    for depth in range(3):
+        found = files.find(path, "/".join(["*"] * depth + [_METADATA]))
+        found = [name for name in found if ".orbax-checkpoint-tmp" not in name]
+        steps = {name.split("/")[0]: _step(name.split("/")[0]) for name in found}
+        if depth and found and None not in steps.values():
+            newest = max(steps, key=lambda name: steps[name] or 0)
+            found = [name for name in found if name.split("/")[0] == newest]
+        if found:
+            directories = [os.path.dirname(name) for name in found]
+            return {os.path.basename(x): os.path.join(path, x) if x else path for x in directories}
+    return {}
+
+
+def _step(name: str) -> int | None:
+    """Returns the step in the name of a directory, such as ``12`` or ``step_12``."""
+    match = re.fullmatch(r"(?:.*_)?(\d+)", name)
+    return int(match[1]) if match else None
+
+
+@contextlib.contextmanager
+def open_orbax(items: Mapping[str, str]) -> Iterator[ArrayFile]:
+    """Opens the items of a checkpoint. Where several have arrays, paths begin with the item."""
+    by_item: dict[str, dict[str, Any]] = {}
+    for item, directory in items.items():
+        with corrupt_on(
+            *PARSE_ERRORS, expected=f"{directory}: expected an intact Orbax checkpoint"
+        ):
+            if arrays := _open_item(directory):
+                by_item[item] = arrays
+    opened = {
+        f"{item}/{path}" if len(by_item) > 1 else path: array
+        for item, arrays in by_item.items()
+        for path, array in arrays.items()
+    }
+    specs = {x: _tree.format_spec(a.dtype.numpy_dtype, a.shape) for x, a in opened.items()}
+
+    def read(name: str, index: Index | None = None) -> np.ndarray:
+        array = opened[name]
+        with corrupt_on(*PARSE_ERRORS, expected=f"{name}: expected an intact Orbax checkpoint"):
+            part: np.ndarray = (array if index is None else array[index]).read().result()
+        return part
+
+    yield ArrayFile(specs, read)
+
+
+def _open_item(directory: str) -> dict[str, Any]:
+    """Returns the arrays of a directory, which are not read yet, by path."""
+    to_install = "Orbax checkpoints need the library: pip install 'functrain[orbax]'"
+    tensorstore = import_optional("tensorstore", to_install)
+    metadata = json.loads(files_at(directory).read(f"{directory}/{_METADATA}"))
+    url = directory if "://" in directory else f"file://{directory}"
+    # Orbax notes if chunks of one value are stored, too: then one that is missing is damage.
+    fills = not metadata.get("store_array_data_equal_to_fill_value", False)
+    options = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr"}
+    pending = {}
+    for entry in metadata["tree_metadata"].values():
+        value = entry["value_metadata"]
+        if value["skip_deserialize"] or value["value_type"] == "string":
+            continue
+        keys = [str(key["key"]) for key in entry["key_metadata"]]
+        store: Any = f"{url}/{'.'.join(keys)}/"
+        if metadata.get("use_ocdbt", True):
+            store = {"driver": "ocdbt", "base": f"{url}/", "path": f"{'.'.join(keys)}/"}
+        spec = options | {"kvstore": store, "fill_missing_data_reads": fills}
+        pending["/".join(keys)] = tensorstore.open(spec, read=True, open=True)
+    return {path: array.result() for path, array in pending.items()}

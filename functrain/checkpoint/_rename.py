@@ -1,0 +1,337 @@
+"""Rules by which arrays in the files of other programs are leaves of a state, and back."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from functrain.checkpoint._errors import CheckpointMismatchError
+from functrain.checkpoint._leaves import Index
+from functrain.common._checks import require, require_no_problems
+
+Shape = tuple[int, ...]
+Read = Callable[[str, Index | None], np.ndarray]  # given a name and an index, returns that part
+_STARS = re.compile(r"(\*\*?)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rename:
+    """A rule by which arrays in a file are leaves of a state: their names and the order of axes.
+
+    `functrain.warm_start` reads by such rules, and `functrain.export.params` writes by the same.
+
+    Attributes:
+      file: The name of an array in the file. Several names stand for one array, which is joined
+        from theirs. `*` stands for one part of a name, between dots or slashes, and `**` for any
+        number of them.
+      state: The path of the leaf in the state, such as ``params/head/kernel``. An array is split
+        into several. The stars stand for what those in `file` stand for, in their order.
+      layout: The axes in the file and in the state, as einops writes them: ``"o i -> i o"``
+        transposes, and ``"(h d) i -> i h d"`` also divides the first axis, into sizes that follow
+        from the leaf. 1 is an axis of this size. By default they are equal.
+      axis: The axis of the leaf at which arrays are joined, or that of the array at which it is
+        split.
+      parts: The sizes at that axis of the arrays that are joined, to split them again in an export.
+        By default they are equal.
+
+    Raises:
+      ValueError: The stars of the names differ in number, there are several names on both sides, or
+        a layout does not have the same axes on both sides.
+
+    Examples:
+      >>> import functrain as ft, jax.numpy as jnp, tempfile
+      >>> rules = [
+      ...     Rename("layers.*.weight", "params/layer_*/kernel", "o i -> i o"),
+      ...     Rename("layers.*.bias", "params/layer_*/bias"),
+      ... ]
+      >>> state = {"params": {"layer_0": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2)}}}
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     ft.export.params(f"{folder}/net.safetensors", state, rename=rules)
+      ...     warm = ft.warm_start(state, f"{folder}/net.safetensors", rename=rules)
+      >>> warm.loaded["params/layer_0/kernel"], warm.transformed
+      ('layers.0.weight', ('params/layer_0/kernel',))
+    """
+
+    file: str | Sequence[str]
+    state: str | Sequence[str]
+    layout: str = ""
+    axis: int = 0
+    parts: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        several = [len(names) > 1 for names in (self.files, self.states)]
+        expected = "one name, of the array in the file or of the leaf in the state"
+        require(not all(several), "Rename", expected, self)
+        stars = {len(_STARS.findall(name)) for name in (*self.files, *self.states)}
+        require(len(stars) == 1, "Rename", "as many stars in each name", self)
+        parse_layout(self.layout)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Returns the names in the file."""
+        return (self.file,) if isinstance(self.file, str) else tuple(self.file)
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """Returns the paths in the state."""
+        return (self.state,) if isinstance(self.state, str) else tuple(self.state)
+
+
+class Layout(NamedTuple):
+    """The axes of an array: in a file, in groups that are one axis each, and in a state."""
+
+    groups: tuple[tuple[str, ...], ...]
+    axes: tuple[str, ...]
+
+    @property
+    def is_permutation(self) -> bool:
+        """Returns True if only the order of the axes differs."""
+        return all(len(group) == 1 and group != ("1",) for group in self.groups)
+
+    def file_shape(self, shape: Shape) -> Shape:
+        """Returns the shape in the file of a leaf of some shape."""
+        sizes = dict(zip(self.axes, shape, strict=True)) | {"1": 1}
+        return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
+
+    def to_state(self, array: np.ndarray, shape: Shape) -> np.ndarray:
+        """Returns an array of a file as a leaf of a shape."""
+        sizes, names = dict(zip(self.axes, shape, strict=True)), self._names()
+        order = [names.index(name) for name in self.axes if name != "1"]
+        divided = array.reshape([sizes[name] for name in names])
+        return divided.transpose(order).reshape(shape)
+
+    def to_file(self, leaf: np.ndarray) -> np.ndarray:
+        """Returns a leaf as an array of a file."""
+        axes = [name for name in self.axes if name != "1"]
+        sizes = [n for name, n in zip(self.axes, leaf.shape, strict=True) if name != "1"]
+        ordered = leaf.reshape(sizes).transpose([axes.index(name) for name in self._names()])
+        return ordered.reshape(self.file_shape(leaf.shape))
+
+    def _names(self) -> list[str]:
+        return [name for name in itertools.chain(*self.groups) if name != "1"]
+
+
+@functools.cache
+def parse_layout(layout: str) -> Layout | None:
+    """Parses a layout such as ``(h d) i -> i h d``; "" is None. Raises ValueError."""
+    if not layout:
+        return None
+    left, arrow, right = layout.partition("->")
+    groups = [(a or b).split() for a, b in re.findall(r"\(([^()]*)\)|([^\s()]+)", left)]
+    axes = right.split()
+    names = [name for name in itertools.chain(*groups) if name != "1"]
+    is_same = sorted(names) == sorted(name for name in axes if name != "1")
+    is_valid = arrow and is_same and len(set(names)) == len(names)
+    expected = "axes in the file and the same in the state, such as 'o i -> i o'"
+    require(is_valid, "layout", expected, layout, "Only those in the file can have parentheses.")
+    return Layout(tuple(map(tuple, groups)), tuple(axes))
+
+
+class Source(NamedTuple):
+    """Where a leaf is in a file.
+
+    Attributes:
+      names: The arrays that it is made of.
+      rule: The rule by which it is made; None if it is the array itself.
+      paths: The leaves that the array is split into.
+      part: The number of this leaf among them.
+    """
+
+    names: tuple[str, ...]
+    rule: Rename | None = None
+    paths: tuple[str, ...] = ()
+    part: int = 0
+
+    @property
+    def is_transformed(self) -> bool:
+        """Returns True if the leaf is not the array as it is."""
+        rule = self.rule
+        return rule is not None and bool(rule.layout or len(self.names) + len(self.paths) > 2)
+
+
+def find_sources(
+    file: str, names: Collection[str], rename: Callable[[str], str] | Sequence[Rename] | None
+) -> dict[str, Source]:
+    """Returns the sources of leaves by their paths in the state.
+
+    Raises:
+      CheckpointMismatchError: The file has some of the arrays that a rule joins, but not all.
+      ValueError: A leaf has two sources.
+    """
+    found: dict[str, Source] = {}
+    if rename is None or callable(rename):
+        pairs: Iterable[tuple[str, Source]] = (
+            (name if rename is None else rename(name), Source((name,))) for name in names
+        )
+    else:
+        pairs = itertools.chain(*(_sources_of(rule, file, names) for rule in rename))
+    for path, source in pairs:
+        other = found.get(path, source)
+        expected = "a path that no other leaf is renamed to"
+        advice = f"{file} has {other.names[0]!r}, which is renamed to it, too."
+        require(path not in found, f"rename({source.names[0]!r})", expected, path, advice)
+        found[path] = source
+    return found
+
+
+def _sources_of(rule: Rename, file: str, names: Collection[str]) -> Iterator[tuple[str, Source]]:
+    first = _regex(rule.files[0])
+    for match in filter(None, map(first.fullmatch, names)):
+        joined = tuple(_fill(name, match.groups()) for name in rule.files)
+        missing = [name for name in joined if name not in names]
+        expected = f"all of {', '.join(joined)}, which are one leaf"
+        require_no_problems(file, missing, expected, error=CheckpointMismatchError)
+        paths = tuple(_fill(path, match.groups()) for path in rule.states)
+        for part, path in enumerate(paths):
+            yield path, Source(joined, rule, paths, part)
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = {"*": "([^./]+)", "**": "(.+)"}
+    return re.compile("".join(parts.get(x) or re.escape(x) for x in _STARS.split(pattern)))
+
+
+def _fill(pattern: str, found: Sequence[str]) -> str:
+    values = iter(found)
+    return _STARS.sub(lambda _: next(values), pattern)
+
+
+class Piece(NamedTuple):
+    """How a leaf is made of arrays in a file.
+
+    Attributes:
+      names: The arrays that are joined.
+      shapes: The shapes that they give to the leaf, one after the other at `axis`.
+      layout: Their axes; None if they are those of the leaf.
+      axis: The axis of the leaf.
+      part: The part of an array that is read; None for all of it.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    layout: Layout | None
+    axis: int
+    part: Index | None
+
+    def read(self, read: Read, index: Index | None = None) -> np.ndarray:
+        """Returns the part of the leaf at an index."""
+        layout, name = self.layout, self.names[0]
+        is_whole = len(self.names) == 1 and self.part is None
+        if is_whole and layout is None:
+            return read(name, index)
+        if is_whole and layout is not None and layout.is_permutation:
+            # Only the part that is asked for, in the order of the file.
+            places = [layout.axes.index(group[0]) for group in layout.groups]
+            array = read(name, None if index is None else tuple(index[i] for i in places))
+            return array.transpose(np.argsort(places))
+        arrays = [read(name, self.part) for name in self.names]
+        if layout is not None:
+            arrays = [layout.to_state(*pair) for pair in zip(arrays, self.shapes, strict=True)]
+        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, self.axis)
+        return whole if index is None else whole[index]
+
+
+def piece(
+    source: Source, shape: Shape, shapes: Mapping[str, Shape], in_file: Sequence[Shape]
+) -> Piece | None:
+    """Returns how a leaf is made; None if the shapes do not fit.
+
+    Args:
+      source: Where the leaf is.
+      shape: The shape of the leaf.
+      shapes: The shapes of all leaves, by path.
+      in_file: The shapes of its arrays.
+    """
+    rule = source.rule or Rename("", "")
+    layout, axis = parse_layout(rule.layout), rule.axis
+    if len(source.names) > 1:
+        parts = [_part_shape(layout, shape, axis, each) for each in in_file]
+        fits = _joined(parts, axis) == shape
+        return Piece(source.names, tuple(filter(None, parts)), layout, axis, None) if fits else None
+    paths = source.paths or ("",)
+    sizes = [_file_shape(layout, shapes.get(path) if path else shape) for path in paths]
+    if (sizes[0] if len(sizes) == 1 else _joined(sizes, axis)) != in_file[0]:
+        return None
+    if len(sizes) == 1:
+        return Piece(source.names, (shape,), layout, axis, None)
+    ends = list(itertools.accumulate(size[axis] for size in sizes if size is not None))
+    part = slice(([0, *ends])[source.part], ends[source.part])
+    index = tuple(part if i == axis else slice(0, n) for i, n in enumerate(in_file[0]))
+    return Piece(source.names, (shape,), layout, axis, index)
+
+
+def _file_shape(layout: Layout | None, shape: Shape | None) -> Shape | None:
+    """Returns the shape in the file of a leaf; None if the leaf has other axes than the layout."""
+    if layout is None or shape is None:
+        return shape
+    return layout.file_shape(shape) if len(shape) == len(layout.axes) else None
+
+
+def _part_shape(layout: Layout | None, shape: Shape, axis: int, in_file: Shape) -> Shape | None:
+    """Returns the shape that an array has as a part of a leaf, whose size at an axis is its own."""
+    of_one = _file_shape(layout, _replace(shape, axis, 1))
+    if layout is None or of_one is None or len(of_one) != len(in_file):
+        return in_file if layout is None else None
+    ratios = [have // max(1, n) for have, n in zip(in_file, of_one, strict=True)]
+    group = next((i for i, names in enumerate(layout.groups) if layout.axes[axis] in names), None)
+    part = _replace(shape, axis, 1 if group is None else ratios[group])
+    return part if layout.file_shape(part) == in_file else None
+
+
+def _joined(shapes: Sequence[Shape | None], axis: int) -> Shape | None:
+    """Returns the shape of arrays that are joined at an axis; None if they cannot be."""
+    known = [shape for shape in shapes if shape is not None and axis < len(shape)]
+    others = {_replace(shape, axis, 0) for shape in known}
+    if len(known) < len(shapes) or len(others) > 1:
+        return None
+    return _replace(known[0], axis, sum(shape[axis] for shape in known))
+
+
+def _replace(shape: Shape, axis: int, size: int) -> Shape:
+    return (*shape[:axis], size, *shape[axis + 1 :]) if axis < len(shape) else shape
+
+
+class Target(NamedTuple):
+    """Leaves that are one array in a file, or several, and the rule for them."""
+
+    rule: Rename
+    names: tuple[str, ...]
+    paths: tuple[str, ...]
+
+    def arrays(self, leaves: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the arrays of the file by name, from the leaves."""
+        rule, layout = self.rule, parse_layout(self.rule.layout)
+        if len(self.names) > 1:
+            sizes = rule.parts or len(self.names)
+            cuts = sizes if isinstance(sizes, int) else list(itertools.accumulate(sizes))[:-1]
+            leaves = np.split(leaves[0], cuts, rule.axis)
+        if layout is not None:
+            leaves = [layout.to_file(leaf) for leaf in leaves]
+        if len(self.paths) > 1:
+            leaves = [np.concatenate(leaves, rule.axis)]
+        return dict(zip(self.names, leaves, strict=True))
+
+
+def find_targets(paths: Collection[str], rename: Sequence[Rename]) -> list[Target]:
+    """Returns the targets of all leaves, each once.
+
+    Raises ValueError if a rule has some of the leaves of an array, or none is for a leaf.
+    """
+    targets, left = [], dict.fromkeys(paths)
+    for rule in rename:
+        for match in filter(None, map(_regex(rule.states[0]).fullmatch, paths)):
+            of_state = tuple(_fill(path, match.groups()) for path in rule.states)
+            missing = [path for path in of_state if path not in paths]
+            require_no_problems("params", missing, f"all of {', '.join(of_state)}, which are one")
+            names = tuple(_fill(name, match.groups()) for name in rule.files)
+            targets.append(Target(rule, names, of_state))
+            for path in of_state:
+                left.pop(path, None)
+    advice = "Add one for each, or export a part of the tree."
+    require_no_problems("rename", list(left), "a rule for each leaf, none for", advice)
+    return targets

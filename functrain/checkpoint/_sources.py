@@ -1,0 +1,55 @@
+"""What is at a path: a checkpoint of functrain, or weights that another program wrote."""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from functrain.checkpoint._array_files import (
+    ArrayFile,
+    open_checkpoint,
+    open_hdf5,
+    open_keras,
+    open_npz,
+)
+from functrain.checkpoint._errors import CheckpointMismatchError
+from functrain.checkpoint._files import files_at
+from functrain.checkpoint._orbax import find_items, open_orbax
+from functrain.checkpoint._safetensors import INDEX, open_safetensors, open_shards
+from functrain.common._checks import require
+
+_Opened = contextlib.AbstractContextManager[ArrayFile]
+_READERS: dict[str, Callable[[str], _Opened]] = {
+    INDEX: open_shards,
+    ".safetensors": open_safetensors,
+    ".npz": open_npz,
+    ".keras": open_keras,
+    ".h5": open_hdf5,
+    ".hdf5": open_hdf5,
+}
+
+
+def open_arrays(path: str, manifest: Mapping[str, Any] | None = None) -> _Opened:
+    """Opens a checkpoint, whose manifest is given, or the weights of another program."""
+    opened = find_weights(path) if manifest is None else open_checkpoint(path, manifest)
+    if opened is None:
+        raise CheckpointMismatchError(
+            f"{path}: expected a checkpoint's directory, one of Orbax or of safetensors, or a file "
+            f"named {', '.join(_READERS)}, got something else. Convert it."
+        )
+    return opened
+
+
+def find_weights(path: str) -> _Opened | None:
+    """Returns the weights that another program wrote, still closed; None if there are none."""
+    suffix = next((x for x in _READERS if path.lower().endswith(x)), None)
+    if suffix is not None:
+        return _READERS[suffix](path)
+    files = files_at(path)
+    found = files.find(path, f"*{INDEX}") or files.find(path, "*.safetensors")
+    if found:
+        advice = "Pass the path of one of them."
+        error = CheckpointMismatchError
+        require(len(found) == 1, path, "one model", found, advice, error=error)
+        return open_arrays(f"{path}/{found[0]}")
+    items = find_items(path)
+    return open_orbax(items) if items else None

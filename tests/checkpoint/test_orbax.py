@@ -1,0 +1,141 @@
+"""Checkpoints of Orbax: those that others write are read, and those written here are Orbax's."""
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+import bridge
+import functrain as ft
+
+ocp = pytest.importorskip("orbax.checkpoint")
+
+TREE = {
+    "params": {
+        "dense": {"kernel": np.arange(6.0).reshape(3, 2), "bias": jnp.ones(2, jnp.bfloat16)}
+    },
+    "blocks": [{"w": jnp.arange(4)}, {"w": jnp.arange(4) + 1}],
+    "step": jnp.int32(7),
+    "empty": {},
+    "none": None,
+}
+LIKE = jax.tree.map(jnp.zeros_like, TREE)
+
+
+def check(source, tree=TREE, **how) -> None:
+    warm = ft.warm_start(jax.tree.map(jnp.zeros_like, tree), source, cast=True, **how)
+    jax.tree.map(np.testing.assert_array_equal, warm.state, jax.tree.map(jnp.asarray, tree))
+    assert warm.missing == warm.unused == ()
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"use_ocdbt": False}, {"use_zarr3": True}], ids=["ocdbt", "folders", "zarr3"]
+)
+def test_a_checkpoint_of_every_format_of_orbax_is_read(tmp_path, options) -> None:
+    with ocp.PyTreeCheckpointer(**options) as checkpointer:
+        checkpointer.save(tmp_path / "tree", TREE)
+    check(tmp_path / "tree")
+
+
+def test_the_checkpoint_of_flaxs_guide_is_read(tmp_path) -> None:
+    # https://flax.readthedocs.io/en/latest/guides/checkpointing.html
+    net = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.split(net)[1])
+    params, _ = ft.from_nnx(nnx.Linear(3, 2, rngs=nnx.Rngs(1))).init(jax.random.key(0), None)
+    rules = [ft.Rename("*/value", "params/*")]
+    warm = ft.warm_start({"params": params}, tmp_path / "state", rename=rules)
+    assert warm.missing == ()
+    np.testing.assert_array_equal(warm.state["params"]["kernel"], net.kernel[...])
+
+
+def test_the_newest_step_of_a_manager_is_read(tmp_path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in (9, 10):
+            tree = TREE | {"step": jnp.int32(step)}
+            manager.save(step, args=ocp.args.StandardSave(tree))
+    check(tmp_path / "run", TREE | {"step": jnp.int32(10)})
+    check(tmp_path / "run" / "9", TREE | {"step": jnp.int32(9)})
+    check(tmp_path / "run" / "9" / "default", TREE | {"step": jnp.int32(9)})
+
+
+def test_of_several_items_paths_begin_with_the_item(tmp_path) -> None:
+    options = ocp.CheckpointManagerOptions(step_prefix="step", step_format_fixed_length=12)
+    with ocp.CheckpointManager(tmp_path / "run", options=options) as manager:
+        items = {"model": ocp.args.StandardSave(TREE["params"]), "notes": ocp.args.JsonSave({})}
+        manager.save(1, args=ocp.args.Composite(**items))
+        items["optimizer"] = ocp.args.StandardSave({"m": jnp.ones(3)})
+        manager.save(2, args=ocp.args.Composite(**items))
+    check(tmp_path / "run" / "step_000000000001", TREE["params"])
+    check(tmp_path / "run", {"model": TREE["params"], "optimizer": {"m": jnp.ones(3)}})
+
+
+def test_a_sharded_leaf_reads_only_its_parts(tmp_path) -> None:
+    kernel = np.arange(24, dtype=np.float32).reshape(4, 6)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tree", {"kernel": kernel})
+    mesh = jax.make_mesh((2,), ("x",))
+    like = jax.device_put(jnp.zeros((6, 4)), NamedSharding(mesh, PartitionSpec("x")))
+    rule = ft.Rename("kernel", "kernel", "o i -> i o")
+    warm = ft.warm_start({"kernel": like}, tmp_path / "tree", rename=[rule])
+    np.testing.assert_array_equal(warm.state["kernel"], kernel.T)
+    assert warm.state["kernel"].sharding == like.sharding
+
+
+@pytest.mark.parametrize("what", ["_METADATA", "manifest.ocdbt", "d"])
+def test_a_damaged_checkpoint_is_called_so(tmp_path, what) -> None:
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tree", TREE)
+    for path in (tmp_path / "tree").rglob(what if what != "d" else "d/*"):
+        path.write_bytes(path.read_bytes()[:-9] + b"xxxxxxxxx")
+    with pytest.raises(ft.CheckpointCorruptError, match="expected an intact Orbax checkpoint"):
+        check(tmp_path / "tree")
+
+
+def test_what_is_written_here_is_read_by_orbax_alone(tmp_path) -> None:
+    tx = optax.adam(1e-3)
+    params = {"dense": {"kernel": jnp.ones((3, 2)), "bias": jnp.ones(2, jnp.bfloat16)}}
+    state = ft.TrainState.create(params=params, tx=tx, rng=jax.random.key(3))
+    ft.export.orbax(tmp_path / "state", state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "state")
+        again = checkpointer.restore(tmp_path / "state", jax.eval_shape(lambda: tree))
+    np.testing.assert_array_equal(tree["params"]["dense"]["kernel"], np.ones((3, 2)))
+    assert tree["params"]["dense"]["bias"].dtype == jnp.bfloat16
+    assert jax.tree.structure(again) == jax.tree.structure(tree)
+    zeros = state.replace(params=jax.tree.map(jnp.zeros_like, params), step=jnp.int32(0))
+    warm = ft.warm_start(zeros, tmp_path / "state")
+    jax.tree.map(np.testing.assert_array_equal, warm.state.params, params)
+    with pytest.raises(FileExistsError, match="overwrite=True"):
+        ft.export.orbax(tmp_path / "state", state)
+    ft.export.orbax(tmp_path / "state", {"w": jnp.zeros(2)}, overwrite=True)
+    check(tmp_path / "state", {"w": jnp.zeros(2)})
+
+
+def build(name=None):
+    layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
+    model = keras.Sequential([keras.Input((3,)), *layers], name=name)
+    model.compile("adam", "mse")
+    return model
+
+
+def test_the_checkpoint_of_kerass_callback_fills_a_keras_model(tmp_path) -> None:
+    trained = build()
+    x, y = np.random.default_rng(0).normal(size=(8, 3)), np.ones((8, 2))
+    callback = keras.callbacks.OrbaxCheckpoint(str(tmp_path / "run"), save_freq="epoch")
+    trained.fit(x, y, epochs=2, verbose=0, callbacks=[callback])
+    # Keras has given the layers of this one other numbers.
+    model = build()
+    state = bridge.create_state(model, optax.adam(1e-3))
+    warm = bridge.warm_start(state, tmp_path / "run", model)
+    assert warm.missing == ()
+    assert {path.split("/")[0] for path in warm.unused} == {
+        "optimizer_variables",
+        "metrics_variables",
+    }
+    bridge.to_keras(warm.state, model)
+    np.testing.assert_array_equal(model.predict(x, verbose=0), trained.predict(x, verbose=0))

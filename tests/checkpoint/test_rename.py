@@ -1,0 +1,215 @@
+"""Rules of names and layouts: what they load, what they write, and what they refuse."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from jax.sharding import NamedSharding, PartitionSpec
+
+import functrain as ft
+
+RNG = np.random.default_rng(0)
+WIDTH, HEADS, SIZE = 6, 2, 3
+TORCH = {
+    "emb.weight": RNG.normal(size=(5, WIDTH)),
+    **{f"h.{i}.attn.{n}.weight": RNG.normal(size=(6, WIDTH)) for i in range(2) for n in "qkv"},
+    **{f"h.{i}.mlp.weight": RNG.normal(size=(WIDTH, 12)) for i in range(2)},
+    **{f"h.{i}.c_attn.weight": RNG.normal(size=(WIDTH, 18)) for i in range(2)},
+    "cls_token": RNG.normal(size=(1, 1, WIDTH)),
+    "conv.weight": RNG.normal(size=(4, 3, 2, 5)),
+}
+TORCH = {name: x.astype(np.float32) for name, x in TORCH.items()}
+RULES = [
+    ft.Rename("emb.weight", "params/embedding"),
+    ft.Rename("h.*.mlp.weight", "params/block_*/mlp/kernel", "o i -> i o"),
+    ft.Rename(
+        [f"h.*.attn.{n}.weight" for n in "qkv"],
+        "params/block_*/qkv/kernel",
+        "(h d) i -> i 1 h d",
+        axis=1,
+    ),
+    ft.Rename(
+        "h.*.c_attn.weight",
+        [f"params/block_*/{n}/kernel" for n in "qkv"],
+        "i (h d) -> i h d",
+        axis=1,
+    ),
+    ft.Rename("cls_token", "params/token", "1 1 d -> d"),
+    ft.Rename("conv.weight", "params/conv", "o i h w -> h w i o"),
+]
+
+
+def expected():
+    """The leaves by NumPy, written out."""
+
+    def block(i):
+        qkv = [TORCH[f"h.{i}.attn.{n}.weight"].T.reshape(6, HEADS, SIZE) for n in "qkv"]
+        split = np.split(TORCH[f"h.{i}.c_attn.weight"], 3, 1)
+        heads = {
+            n: {"kernel": x.reshape(6, HEADS, SIZE)} for n, x in zip("qkv", split, strict=True)
+        }
+        mlp = {"kernel": TORCH[f"h.{i}.mlp.weight"].T}
+        return {"mlp": mlp, "qkv": {"kernel": np.stack(qkv, 1)}, **heads}
+
+    return {
+        "embedding": TORCH["emb.weight"],
+        "block_0": block(0),
+        "block_1": block(1),
+        "token": TORCH["cls_token"][0, 0],
+        "conv": TORCH["conv.weight"].transpose(2, 3, 1, 0),
+    }
+
+
+def create():
+    return ft.TrainState.create(params=jax.tree.map(jnp.zeros_like, expected()), tx=optax.sgd(0.1))
+
+
+@pytest.fixture
+def file(tmp_path):
+    safetensors.numpy.save_file(TORCH, tmp_path / "torch.safetensors")
+    return tmp_path / "torch.safetensors"
+
+
+def test_arrays_are_renamed_transposed_divided_split_and_joined(file) -> None:
+    warm = ft.warm_start(create(), file, rename=RULES)
+    jax.tree.map(np.testing.assert_array_equal, warm.state.params, expected())
+    assert warm.unused == warm.missing == ()
+    assert set(warm.transformed) == set(warm.loaded) - {"params/embedding"}
+    assert warm.loaded["params/block_1/qkv/kernel"] == ", ".join(
+        f"h.1.attn.{n}.weight" for n in "qkv"
+    )
+
+
+@pytest.mark.parametrize("shard_bytes", [None, 400, 1])
+def test_the_same_rules_write_what_was_read(tmp_path, file, shard_bytes) -> None:
+    state = ft.warm_start(create(), file, rename=RULES).state
+    out = tmp_path / "out" / "model.safetensors"
+    ft.export.params(out, state, rename=RULES, shard_bytes=shard_bytes)
+    files = [out]
+    if shard_bytes:
+        index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+        files = sorted({out.parent / name for name in index["weight_map"].values()})
+        assert len(files) > 1
+        assert index["metadata"]["total_size"] == sum(x.nbytes for x in TORCH.values())
+        for name, shard in index["weight_map"].items():
+            assert name in safetensors.numpy.load_file(out.parent / shard)
+    assert sorted(out.parent.glob("*.safetensors")) == files
+    found = {name: x for each in files for name, x in safetensors.numpy.load_file(each).items()}
+    assert found.keys() == TORCH.keys()
+    jax.tree.map(np.testing.assert_array_equal, found, TORCH)
+    again = ft.warm_start(create(), out.parent, rename=RULES).state
+    jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+
+
+def test_a_sharded_leaf_reads_its_parts_whatever_its_rule(file) -> None:
+    mesh = jax.make_mesh((2,), ("x",))
+    places = {3: PartitionSpec(None, "x"), 4: PartitionSpec(None, None, "x"), 2: PartitionSpec("x")}
+    places |= {1: PartitionSpec("x")}
+    params = jax.tree.map(
+        lambda x: jax.device_put(
+            jnp.zeros_like(x),
+            NamedSharding(mesh, places[x.ndim] if x.shape[0] != 5 else PartitionSpec(None, "x")),
+        ),
+        expected() | {"conv": np.zeros((2, 5, 4, 4), np.float32)},
+    )
+    del params["conv"]
+    warm = ft.warm_start({"params": params}, file, rename=RULES)
+    want = {name: x for name, x in expected().items() if name != "conv"}
+    jax.tree.map(np.testing.assert_array_equal, warm.state["params"], want)
+    assert warm.state["params"]["embedding"].sharding.spec == PartitionSpec(None, "x")
+
+
+def test_a_transposed_array_is_read_by_rows_of_its_part(file, monkeypatch) -> None:
+    from functrain.checkpoint import _safetensors
+
+    asked = []
+    read_part = _safetensors._read_part
+    monkeypatch.setattr(
+        _safetensors, "_read_part", lambda *args: asked.append(args[-1]) or read_part(*args)
+    )
+    mesh = jax.make_mesh((2,), ("x",))
+    leaf = jax.device_put(jnp.zeros((12, 6)), NamedSharding(mesh, PartitionSpec("x")))
+    state = {"params": {"block_0": {"mlp": {"kernel": leaf}}}}
+    rule = ft.Rename("h.*.mlp.weight", "params/block_*/mlp/kernel", "o i -> i o")
+    ft.warm_start(state, file, rename=[rule])
+    # On one process jax asks for all of it.
+    assert asked == [None]
+    with _safetensors.open_safetensors(str(file)) as arrays:
+        part = arrays.read("h.0.mlp.weight", (slice(1, 3), slice(2, 9)))
+    np.testing.assert_array_equal(part, TORCH["h.0.mlp.weight"][1:3, 2:9])
+
+
+def test_tied_weights_fill_two_leaves_and_are_written_once(tmp_path, file) -> None:
+    rules = [ft.Rename("emb.weight", "embedding"), ft.Rename("emb.weight", "head", "v d -> d v")]
+    state = {"embedding": jnp.zeros((5, WIDTH)), "head": jnp.zeros((WIDTH, 5))}
+    state = ft.warm_start(state, file, rename=rules).state
+    np.testing.assert_array_equal(state["head"], TORCH["emb.weight"].T)
+    ft.export.params(tmp_path / "out.safetensors", state, rename=rules)
+    found = safetensors.numpy.load_file(tmp_path / "out.safetensors")
+    np.testing.assert_array_equal(found["emb.weight"], TORCH["emb.weight"])
+    changed = state | {"head": state["head"] + 1}
+    with pytest.raises(ValueError, match=r"rename: expected equal leaves for emb\.weight"):
+        ft.export.params(tmp_path / "new.safetensors", changed, rename=rules)
+
+
+def test_arrays_that_are_joined_may_have_other_sizes(tmp_path) -> None:
+    arrays = {"q": np.ones((4, 3), np.float32), "k": np.zeros((2, 3), np.float32)}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    rule = ft.Rename(["q", "k"], "qk", "o i -> i o", axis=1, parts=(4, 2))
+    state = ft.warm_start({"qk": jnp.ones((3, 6))}, tmp_path / "a.safetensors", rename=[rule]).state
+    np.testing.assert_array_equal(state["qk"], np.concatenate([arrays["q"], arrays["k"]]).T)
+    ft.export.params(tmp_path / "b.safetensors", state, rename=[rule])
+    found = safetensors.numpy.load_file(tmp_path / "b.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, found, arrays)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (ft.Rename("h.0.mlp.weight", "w", "o i -> i o"), r"w: expected float32\[5, 5\], got"),
+        (ft.Rename("h.0.mlp.weight", "w", "(a b) i -> a b i"), r"got float32\[6, 12\] by Rename"),
+        (ft.Rename("h.0.mlp.weight", ["w", "u"], axis=1), r"got float32\[6, 12\] by Rename"),
+        (ft.Rename("h.0.mlp.weight", ["w", "other"], axis=1), r"got float32\[6, 12\] by Rename"),
+        (ft.Rename(["h.0.mlp.weight", "nothing"], "w"), r"all of h\.0\.mlp\.weight, nothing"),
+    ],
+)
+def test_arrays_that_do_not_fit_a_rule_are_named_with_it(file, rule, message) -> None:
+    state = {"w": jnp.zeros((5, 5)), "u": jnp.zeros((5, 5))}
+    with pytest.raises(ft.CheckpointMismatchError, match=message):
+        ft.warm_start(state, file, rename=[rule])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("a.*", "b"), "as many stars"),
+        ((["a", "b"], ["c", "d"]), "one name"),
+        (("a", "b", "o i -> i"), r"layout: expected axes .*'o i -> i o', got 'o i -> i'"),
+        (("a", "b", "o o -> o o"), "layout: expected axes"),
+        (("a", "b", "o i"), "layout: expected axes"),
+        (("a", "b", "o i -> (o i)"), "Only those in the file can have parentheses"),
+    ],
+)
+def test_a_rule_that_contradicts_itself_is_refused_at_once(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        ft.Rename(*arguments)
+
+
+def test_two_rules_for_one_leaf_are_refused(file) -> None:
+    rules = [ft.Rename("emb.weight", "w"), ft.Rename("h.0.mlp.weight", "w")]
+    with pytest.raises(ValueError, match=r"'w'.*'emb\.weight', which is renamed to it, too"):
+        ft.warm_start({"w": jnp.zeros((5, 6))}, file, rename=rules)
+
+
+def test_an_export_names_the_leaves_that_have_no_rule(tmp_path) -> None:
+    state = {"a": jnp.ones(2), "b": {"c": jnp.ones(2)}}
+    with pytest.raises(ValueError, match=r"(?s)rename: expected a rule for each leaf.*b/c"):
+        ft.export.params(tmp_path / "a.safetensors", state, rename=[ft.Rename("a", "a")])
+    split = ft.Rename("x", ["a", "missing"])
+    with pytest.raises(ValueError, match="missing"):
+        ft.export.params(tmp_path / "a.safetensors", state, rename=[split])
+    assert not list(tmp_path.iterdir())
