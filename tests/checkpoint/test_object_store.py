@@ -82,12 +82,6 @@ def test_a_store_that_cannot_be_reached_is_not_taken_for_a_damaged_checkpoint(ur
     assert checkpoints.verify() == {}
 
 
-def test_files_of_other_programs_are_read_from_disk_only(url) -> None:
-    STORE.pipe_file(f"{url}/model.safetensors", b"")
-    with pytest.raises(ft.CheckpointMismatchError, match=r"file on disk .* download it"):
-        ft.warm_start(state(0), f"{url}/model.safetensors")
-
-
 @pytest.mark.parametrize("path", ["ftp://bucket/run", "://", "s3://", "file:///tmp/run"])
 def test_an_address_of_another_kind_is_refused(path, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,7 +89,6 @@ def test_an_address_of_another_kind_is_refused(path, tmp_path, monkeypatch) -> N
         ft.Checkpointer,
         lambda path: ft.save(path, LIKE),
         lambda path: ft.load(path, LIKE),
-        lambda path: ft.warm_start(LIKE, path),
     ):
         with pytest.raises(ValueError, match=r"expected a path on this machine.* gs:// or s3://"):
             use(path)
