@@ -11,6 +11,12 @@ in seconds: what it has measured until then is kept, and results.json is written
 Within a part the ways take turns, so that a slow moment of the machine affects all of them. A way
 of a large model is a part, whose memory and first epoch are measured, too. Ways run three times
 before they are timed, because the first calls of a CUDA graph are slower.
+
+The part "device" prints the target configuration of the GPU. With its text, estimates for this GPU
+are made on machines that have only its compiler: `functrain.inspect.cost(state, step, batch,
+target=functrain.target(text))`, and `memory`. A compiler that is older than the text refuses it:
+remove the lines that are new. Keras chooses cuDNN's attention only where it finds a GPU, so that
+estimates without one are those of XLA's attention.
 """
 
 import argparse
@@ -33,7 +39,7 @@ LARGE_WAYS += ["torch-compile", "torch-graph"]
 FLAGS = {
     "no CUDA graphs": "--xla_gpu_enable_command_buffer=",
     "loops in CUDA graphs": "--xla_gpu_enable_command_buffer=+WHILE",
-    "loops in CUDA graphs, unrolled": (
+    "unrolled loops in CUDA graphs": (
         "--xla_gpu_enable_command_buffer=+WHILE --xla_gpu_command_buffer_unroll_loops=true"
     ),
     "CUDA graphs of any size": "--xla_gpu_graph_min_graph_size=1",
@@ -89,7 +95,11 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(prog="benchmarks.gpu", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="benchmarks.gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--part", default="", help='"first", "second", or names, with commas')
     parser.add_argument("--list", action="store_true", help="list the parts and their limits")
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
@@ -124,8 +134,9 @@ def parts() -> dict[str, Part]:
         **of_flags,
         "torch": Part("first", 90, "torch"),
         **of_large,
+        "gpt2 fused without cuDNN": Part("second", 60, "without_cudnn", ("gpt2", "fused")),
         "K-independence": Part("second", 60, "independence"),
-        "K-independence, deterministic operations": deterministic,
+        "deterministic K-independence": deterministic,
         "populations": Part("second", 50, "populations"),
     }
 

@@ -192,6 +192,16 @@ def large(name: str, way: str, quick: bool, rounds: int) -> Iterator[Result]:
         state, step = jax_ways.functrain_parts(workload)
         batch = jax.tree.map(lambda x: x[: workload.batch], workload.data())
         yield "estimated GiB", ft.inspect.memory(state, step, batch, fuse=8).total / 2**30
+        chunk = jax.tree.map(lambda x: x[None], batch)
+        text = ft.fuse(step, 1).lower(step.start(state), chunk, 1).as_text()
+        # Keras uses cuDNN's attention for half precision, if the device of this process has it.
+        yield "cuDNN attention", text.count("__cudnn$fmha")
+
+
+def without_cudnn(name: str, way: str, quick: bool, rounds: int) -> Iterator[Result]:
+    """Times one way of a large model with XLA's attention instead of cuDNN's."""
+    keras.config.disable_flash_attention()
+    return large(name, way, quick, rounds)
 
 
 def independence(quick: bool, rounds: int) -> Iterator[Result]:

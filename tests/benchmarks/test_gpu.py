@@ -47,6 +47,10 @@ def test_an_unknown_part_is_refused(monkeypatch, capsys) -> None:
     assert "--part: unknown fits; --list shows the names" in capsys.readouterr().err
 
 
+def test_the_name_of_a_part_has_no_comma_so_that_a_list_can_contain_it() -> None:
+    assert not [name for name in gpu.parts() if "," in name]
+
+
 def test_a_part_that_is_stopped_keeps_what_it_measured(monkeypatch, tmp_path) -> None:
     endless = tmp_path / "python"
     endless.write_text("#!/bin/sh\necho '{\"digits-mlp\": 3}'\nprintf '{\"mnist-'\nexec sleep 60\n")
