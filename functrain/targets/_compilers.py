@@ -108,7 +108,8 @@ def _describe(platform: str, name: str, **options: str) -> tuple[jax.Device, ...
     except jax.errors.JaxRuntimeError as error:
         error.add_note(
             "functrain.target asked a compiler for a device. Its version must fit that of jax: "
-            f"jax=={jax.__version__}."
+            f"jax=={jax.__version__}. It refuses the fields of a newer version's target "
+            "configuration: remove them."
         )
         raise
     return tuple(described.devices)
