@@ -10,7 +10,7 @@ import pytest
 import functrain as ft
 from functrain.checkpoint import _object_store
 from functrain.checkpoint._errors import ObjectStoreError
-from tests.checkpoint.storages import STORE, files, telling, whole
+from tests.checkpoint.storages import files, telling, whole
 from tests.checkpoint.test_storage import LIKE, saved, state
 
 
