@@ -102,7 +102,9 @@ PAGES = {  # by file name, in the order of the sidebar
         "create stack PopulationState step hyperparameters with_hyperparameters Loader "
         "EarlyStopping select resample predict_step",
     ),
-    "export": Page("Export (ft.export)", "functrain.export", "predict params orbax"),
+    "export": Page(
+        "Export (ft.export)", "functrain.export", "predict params orbax peft peft_rules"
+    ),
     "rewrites": Page("Rewrites (ft.rewrites)", "functrain.rewrites", "optimize resolve_mode Mode"),
     "bridge": Page(
         "Keras (bridge)",

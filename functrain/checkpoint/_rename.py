@@ -303,6 +303,10 @@ class Target(NamedTuple):
     names: tuple[str, ...]
     paths: tuple[str, ...]
 
+    def fits(self, shape: Shape) -> bool:
+        """Returns True if a leaf of a shape has the axes of the rule."""
+        return _file_shape(parse_layout(self.rule.layout), shape) is not None
+
     def arrays(self, leaves: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the arrays of the file by name, from the leaves."""
         rule, layout = self.rule, parse_layout(self.rule.layout)

@@ -15,7 +15,7 @@ from functrain.checkpoint._leaves import Leaf, box_at, fetch_leaves, leaf_path, 
 from functrain.checkpoint._rename import Rename, Target, find_targets
 from functrain.checkpoint._safetensors import INDEX
 from functrain.common import _tree
-from functrain.common._checks import require, require_integer
+from functrain.common._checks import require, require_integer, require_no_problems
 from functrain.common._types import PyTree
 from functrain.export._atomic import atomic_write, require_free
 from functrain.step._state import TrainState
@@ -76,6 +76,21 @@ def params(
         require_integer("shard_bytes", shard_bytes)
     if isinstance(params, TrainState):
         params = {"params": params.params, "model_state": params.model_state}
+    leaves = numbers_by_path(params)
+    targets = targets_of(leaves, rename or (Rename("**", "**"),))
+    shards = _shards(targets, leaves, shard_bytes)
+    # Without its index no file is taken for a part of a model that another file is of.
+    _remove([_index_of(target)])
+    written = [target] if len(shards) == 1 else _shard_paths(target, len(shards))
+    for file, shard in zip(written, shards, strict=True):
+        write(file, shard, leaves)
+    if len(shards) > 1:
+        _write_index(target, written, shards, leaves)
+    _remove(set(old) - {*written, _index_of(target)})
+
+
+def numbers_by_path(params: PyTree) -> dict[str, Any]:
+    """Returns the arrays of a tree by path, if all of them can be in a safetensors file."""
     leaves = {leaf_path(x): leaf for x, leaf in named_leaves({"params": params}).items()}
     require(leaves, "params", "a pytree with arrays", params)
     # An array that is spread over processes cannot be fetched by one of them.
@@ -84,20 +99,24 @@ def params(
             f"expected to export from one process, got {jax.process_count()}. Save with "
             "functrain.save, and export from one process that loads it."
         )
-    for path_of_leaf, leaf in leaves.items():
+    for path, leaf in leaves.items():
         is_number = not _tree.is_key(leaf) and str(getattr(leaf, "dtype", "")) in DTYPES.values()
         expected, advice = "an array of a dtype that safetensors has", "Convert or omit the array."
-        require(is_number, path_of_leaf, expected, leaf, advice, error=TypeError)
-    targets = _unique(find_targets(leaves, rename or (Rename("**", "**"),)), leaves)
-    shards = _shards(targets, leaves, shard_bytes)
-    # Without its index no file is taken for a part of a model that another file is of.
-    _remove([_index_of(target)])
-    written = [target] if len(shards) == 1 else _shard_paths(target, len(shards))
-    for file, shard in zip(written, shards, strict=True):
-        _write(file, shard, leaves)
-    if len(shards) > 1:
-        _write_index(target, written, shards, leaves)
-    _remove(set(old) - {*written, _index_of(target)})
+        require(is_number, path, expected, leaf, advice, error=TypeError)
+    return leaves
+
+
+def targets_of(leaves: Mapping[str, Any], rename: Sequence[Rename]) -> list[Target]:
+    """Returns the arrays of a file; raises ValueError if a leaf has no rule that fits it."""
+    targets = find_targets(leaves, rename)
+    for target in targets:
+        problems = [
+            f"{path}: {_tree.strong_spec(leaves[path])} by {target.rule.layout!r}"
+            for path in target.paths
+            if not target.fits(leaves[path].shape)
+        ]
+        require_no_problems("rename", problems, "rules whose layouts have the axes of the leaves")
+    return _unique(targets, leaves)
 
 
 def _index_of(target: str) -> str:
@@ -160,7 +179,7 @@ def _nbytes(target: Target, leaves: Mapping[str, Any]) -> int:
     return sum(leaves[path].nbytes for path in target.paths)
 
 
-def _write(file_path: str, targets: Iterable[Target], leaves: Mapping[str, Any]) -> None:
+def write(file_path: str, targets: Iterable[Target], leaves: Mapping[str, Any]) -> None:
     """Writes a file. Only its own arrays are fetched."""
     paths = {path for target in targets for path in target.paths}
     fetched = fetch_leaves({f"params/{path}": leaves[path] for path in paths})

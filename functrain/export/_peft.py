@@ -1,0 +1,148 @@
+"""Adapters of `functrain.lora`, for PEFT."""
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+
+from functrain.checkpoint._rename import Rename, Target, find_targets, parse_layout
+from functrain.common._checks import require
+from functrain.export._atomic import atomic_write, require_free
+from functrain.export._params import numbers_by_path, targets_of, write
+from functrain.model._freeze import FrozenState
+from functrain.step._state import TrainState
+
+_PREFIX = "base_model.model."
+
+
+def peft(
+    directory: str | os.PathLike[str],
+    state: TrainState,
+    *,
+    rename: Sequence[Rename],
+    base_model: str = "",
+    task_type: str | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Writes the trained params of a model of `functrain.lora` as an adapter of PEFT.
+
+    ``peft.PeftModel.from_pretrained(model, directory)`` adds it to the model whose names the rules
+    have. Adapters become `lora_A` and `lora_B`, and params that are trained whole those of
+    `modules_to_save`.
+
+    Args:
+      directory: Gets `adapter_model.safetensors` and `adapter_config.json`.
+      state: The state of a training. The rank and alpha are those of its adapters.
+      rename: The rules by which `functrain.warm_start` reads the weights of the base. Adapted
+        matrices are `weight`s of two axes in the file, each of which is some axes of the leaf: its
+        inputs or its outputs, as `functrain.lora` divides them.
+      base_model: Where the base is, such as ``openai-community/gpt2``; PEFT's tools load it from
+        there.
+      task_type: Such as ``CAUSAL_LM``, which PEFT's tools ask for.
+      overwrite: True replaces the two files.
+
+    Raises:
+      FileExistsError: One of the files exists, and `overwrite` is False.
+      TypeError: `state` is not a TrainState of a model of `functrain.lora`.
+      ValueError: A param has no rule, adapters have several ranks, or an adapter does not divide
+        its matrix as the file does.
+
+    References:
+      https://huggingface.co/docs/peft/developer_guides/checkpoint
+
+    Examples:
+      >>> import functrain as ft, jax, jax.numpy as jnp, optax, os, tempfile
+      >>> rules = [ft.Rename("head.weight", "params/kernel", "o i -> i o")]
+      >>> base = ft.Model(lambda key, x: ({"kernel": jnp.ones((3, 2))}, {}), apply=None)
+      >>> params, model_state = ft.lora(base, "kernel", rank=1).init(jax.random.key(0), None)
+      >>> state = ft.TrainState.create(params=params, model_state=model_state, tx=optax.sgd(0.1))
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     ft.export.peft(folder, state, rename=rules)
+      ...     print(sorted(os.listdir(folder)))
+      ['adapter_config.json', 'adapter_model.safetensors']
+    """
+    is_lora = isinstance(getattr(state, "model_state", None), FrozenState)
+    require(is_lora, "state", "a TrainState of a model of ft.lora", state, error=TypeError)
+    paths = [os.path.join(directory, f"adapter_{x}") for x in ("model.safetensors", "config.json")]
+    weights, config = (require_free(path, overwrite=overwrite) for path in paths)
+    leaves = numbers_by_path({"params": state.params})
+    targets = targets_of(leaves, peft_rules(rename))
+    adapted = [x for x in targets if ".lora_A." in x.names[0]]
+    whole = [x for x in targets if ".lora_" not in x.names[0]]
+    ranks = {leaves[x.paths[0]].shape[-1] for x in adapted}
+    require(len(ranks) == 1, "state", "adapters of one rank", sorted(ranks))
+    rank, scale = ranks.pop(), float(state.model_state.lora_scale)
+    matrices = [x.paths[0].removesuffix("/a") for x in adapted]
+    text = {
+        "peft_type": "LORA",
+        "base_model_name_or_path": base_model or None,
+        "task_type": task_type,
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": _modules(adapted),
+        "modules_to_save": _modules(whole) or None,
+        "fan_in_fan_out": any(_keeps_order(x.rule) for x in find_targets(matrices, rename)),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    write(weights, targets, leaves)
+    with atomic_write(config) as file:
+        file.write(json.dumps(text, indent=2).encode())
+
+
+def _modules(targets: Iterable[Target]) -> list[str]:
+    """Returns the names of the modules that arrays of adapters or params belong to."""
+    names = (name.removeprefix(_PREFIX) for target in targets for name in target.names)
+    return sorted({re.sub(r"(\.lora_[AB])?\.\w+$", "", name) for name in names})
+
+
+def peft_rules(rename: Sequence[Rename]) -> list[Rename]:
+    """Returns the rules of PEFT's names for the adapters of a model, and for its params.
+
+    Args:
+      rename: The rules of the model.
+
+    Examples:
+      >>> import functrain as ft
+      >>> rules = [ft.Rename("head.weight", "params/kernel", "(h d) i -> i h d")]
+      >>> for rule in ft.export.peft_rules(rules):
+      ...     print(rule.file, rule.state, rule.layout, sep=", ")
+      base_model.model.head.lora_A.weight, params/kernel/a, r (i) -> i r
+      base_model.model.head.lora_B.weight, params/kernel/b, (h d) r -> r h d
+      base_model.model.head.weight, params/kernel, (h d) i -> i h d
+    """
+    found = []
+    for rule in rename:
+        axes = _inputs_and_outputs(rule)
+        file, path = rule.files[0], rule.states[0]
+        if axes is not None:
+            module = _PREFIX + file.removesuffix(".weight")
+            inputs, outputs = map(" ".join, axes)
+            a = Rename(f"{module}.lora_A.weight", f"{path}/a", f"r ({inputs}) -> {inputs} r")
+            b = Rename(f"{module}.lora_B.weight", f"{path}/b", f"({outputs}) r -> r {outputs}")
+            found += [a, b]
+        names = [_PREFIX + name for name in rule.files]
+        found.append(dataclasses.replace(rule, file=names if len(names) > 1 else names[0]))
+    return found
+
+
+def _inputs_and_outputs(rule: Rename) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """Returns the axes of a matrix that are inputs and outputs; None if it is no such matrix."""
+    if len(rule.files) + len(rule.states) > 2 or not rule.files[0].endswith(".weight"):
+        return None
+    layout = parse_layout(rule.layout)
+    if layout is None:
+        return ("i",), ("o",)
+    if len(layout.groups) != 2:
+        return None
+    first, second = layout.groups
+    if layout.axes == first + second:
+        return first, second
+    return (second, first) if layout.axes == second + first else None
+
+
+def _keeps_order(rule: Rename) -> bool:
+    """Returns True if a matrix has its inputs first in the file, as in a Conv1D of GPT-2."""
+    layout, axes = parse_layout(rule.layout), _inputs_and_outputs(rule)
+    return axes is not None and (layout is None or layout.groups[0] == axes[0])
