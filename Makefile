@@ -147,7 +147,7 @@ bench-hub: .venv-hub/.ready
 IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
 IN_keras-head := keras-nightly jax
-IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata nbclient ipykernel # keras-hub brings TensorFlow
+IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata transformers peft nbclient ipykernel # keras-hub brings TensorFlow
 IN_ray := --editable '.[test]' 'ray[train]'
 IN_hub := --editable '.[plot]' keras-hub # brings TensorFlow, which it imports
 

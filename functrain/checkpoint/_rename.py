@@ -192,7 +192,7 @@ def _sources_of(rule: Rename, file: str, names: Collection[str]) -> Iterator[tup
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    parts = {"*": "([^./]+)", "**": "(.+)"}
+    parts = {"*": "([^./]+?)", "**": "(.+?)"}
     return re.compile("".join(parts.get(x) or re.escape(x) for x in _STARS.split(pattern)))
 
 
@@ -324,18 +324,24 @@ class Target(NamedTuple):
 def find_targets(paths: Collection[str], rename: Sequence[Rename]) -> list[Target]:
     """Returns the targets of all leaves, each once.
 
-    Raises ValueError if a rule has some of the leaves of an array, or none is for a leaf.
+    Raises ValueError if a leaf has no rule or several, if a rule has only some of the leaves of an
+    array, or if it would not read what it wrote.
     """
-    targets, left = [], dict.fromkeys(paths)
+    targets: list[Target] = []
+    rules: dict[str, list[Rename]] = {path: [] for path in paths}
     for rule in rename:
         for match in filter(None, map(_regex(rule.states[0]).fullmatch, paths)):
             of_state = tuple(_fill(path, match.groups()) for path in rule.states)
             missing = [path for path in of_state if path not in paths]
             require_no_problems("params", missing, f"all of {', '.join(of_state)}, which are one")
             names = tuple(_fill(name, match.groups()) for name in rule.files)
+            read = dict(_sources_of(rule, names[0], names))
+            expected = f"a rule that reads {match.string} from {names[0]}, as it is written"
+            require(tuple(read) == of_state, "rename", expected, [rule, *read])
             targets.append(Target(rule, names, of_state))
             for path in of_state:
-                left.pop(path, None)
-    advice = "Add one for each, or export a part of the tree."
-    require_no_problems("rename", list(left), "a rule for each leaf, none for", advice)
+                rules[path].append(rule)
+    problems = [f"{path}: {found or 'none'}" for path, found in rules.items() if len(found) != 1]
+    advice = "For a part of the leaves, export a part of the tree."
+    require_no_problems("rename", problems, "one rule for each leaf", advice)
     return targets

@@ -309,7 +309,7 @@ def _warn_of_torch(file: str, taken: Mapping[str, Source], leaves: Mapping[str, 
     for path, source in taken.items():
         is_square = leaves[path].ndim > 1 and len(set(leaves[path].shape)) == 1
         name = source.names[0]
-        is_plain = is_square and not source.is_transformed
+        is_plain = is_square and source.rule is None
         if is_plain and name.endswith(".weight") and path.endswith("/kernel"):
             warn(
                 f"{file}: {name} was taken as {path}. PyTorch stores [outputs, inputs], but a "

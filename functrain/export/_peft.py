@@ -34,7 +34,8 @@ def peft(
     Args:
       directory: Gets `adapter_model.safetensors` and `adapter_config.json`.
       state: The state of a training. The rank and alpha are those of its adapters.
-      rename: The rules by which `functrain.warm_start` reads the weights of the base. Adapted
+      rename: The rules by which `functrain.warm_start` reads the weights of the base, with the
+        names of the modules in memory: transformers stores some models under other names. Adapted
         matrices are `weight`s of two axes in the file, each of which is some axes of the leaf: its
         inputs or its outputs, as `functrain.lora` divides them.
       base_model: Where the base is, such as ``openai-community/gpt2``; PEFT's tools load it from
@@ -79,7 +80,7 @@ def peft(
         "base_model_name_or_path": base_model or None,
         "task_type": task_type,
         "r": rank,
-        "lora_alpha": scale * rank,
+        "lora_alpha": float(f"{scale * rank:.6g}"),  # the scale is a float32
         "target_modules": _modules(adapted),
         "modules_to_save": _modules(whole) or None,
         "fan_in_fan_out": any(_keeps_order(x.rule) for x in find_targets(matrices, rename)),

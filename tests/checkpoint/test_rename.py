@@ -207,9 +207,24 @@ def test_two_rules_for_one_leaf_are_refused(file) -> None:
 
 def test_an_export_names_the_leaves_that_have_no_rule(tmp_path) -> None:
     state = {"a": jnp.ones(2), "b": {"c": jnp.ones(2)}}
-    with pytest.raises(ValueError, match=r"(?s)rename: expected a rule for each leaf.*b/c"):
+    with pytest.raises(ValueError, match=r"(?s)rename: expected one rule for each leaf.*b/c: none"):
         ft.export.params(tmp_path / "a.safetensors", state, rename=[ft.Rename("a", "a")])
     split = ft.Rename("x", ["a", "missing"])
     with pytest.raises(ValueError, match="missing"):
         ft.export.params(tmp_path / "a.safetensors", state, rename=[split])
+    both = [ft.Rename("a", "a"), ft.Rename("x.**", "**")]
+    with pytest.raises(ValueError, match=r"(?s)one rule for each leaf.*a: \[Rename.*Rename"):
+        ft.export.params(tmp_path / "a.safetensors", state, rename=both)
     assert not list(tmp_path.iterdir())
+
+
+def test_stars_take_as_little_as_they_can_and_never_two_meanings(tmp_path) -> None:
+    state = {"layers_0_post_attention_norm": jnp.ones(2)}
+    rule = ft.Rename("layers.*.*_norm", "layers_*_*_norm")
+    ft.export.params(tmp_path / "a.safetensors", state, rename=[rule])
+    assert list(safetensors.numpy.load_file(tmp_path / "a.safetensors")) == [
+        "layers.0.post_attention_norm"
+    ]
+    rule = ft.Rename("*_*", "*/*")
+    with pytest.raises(ValueError, match="rename: expected a rule that reads a_b/c from a_b_c"):
+        ft.export.params(tmp_path / "b.safetensors", {"a_b": {"c": jnp.ones(2)}}, rename=[rule])
