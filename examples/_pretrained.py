@@ -42,17 +42,18 @@ class GPT2(nn.Module):
         return embed.attend(nn.LayerNorm(1e-5, name="ln_f")(x))
 
 
-# Matrices are [inputs, outputs] in the files of GPT-2, as in flax.
-GPT2_RULES = [
-    ft.Rename("transformer.wte.weight", "params/wte/embedding"),
-    ft.Rename("transformer.wpe.weight", "params/wpe/embedding"),
-    ft.Rename("transformer.ln_f.weight", "params/ln_f/scale"),
-    ft.Rename("transformer.ln_f.bias", "params/ln_f/bias"),
-    ft.Rename("transformer.h.*.ln_*.weight", "params/h_*/ln_*/scale"),
-    ft.Rename("transformer.h.*.ln_*.bias", "params/h_*/ln_*/bias"),
-    ft.Rename("transformer.h.*.*.c_*.weight", "params/h_*/*_c_*/kernel"),
-    ft.Rename("transformer.h.*.*.c_*.bias", "params/h_*/*_c_*/bias"),
-]
+def gpt2_rules(prefix="transformer."):
+    """Returns the rules. Matrices are [inputs, outputs] in the files of GPT-2, as in flax."""
+    return [
+        ft.Rename(f"{prefix}wte.weight", "params/wte/embedding"),
+        ft.Rename(f"{prefix}wpe.weight", "params/wpe/embedding"),
+        ft.Rename(f"{prefix}ln_f.weight", "params/ln_f/scale"),
+        ft.Rename(f"{prefix}ln_f.bias", "params/ln_f/bias"),
+        ft.Rename(f"{prefix}h.*.ln_*.weight", "params/h_*/ln_*/scale"),
+        ft.Rename(f"{prefix}h.*.ln_*.bias", "params/h_*/ln_*/bias"),
+        ft.Rename(f"{prefix}h.*.*.c_*.weight", "params/h_*/*_c_*/kernel"),
+        ft.Rename(f"{prefix}h.*.*.c_*.bias", "params/h_*/*_c_*/bias"),
+    ]
 
 
 def rotate(x, base):

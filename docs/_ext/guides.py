@@ -46,6 +46,7 @@ TITLES = {
     "finetune": "Fine-tuning with keras_hub",
     "flax_model": "Flax models",
     "from_scratch": "A training loop from scratch",
+    "hugging_face": "Weights of Hugging Face",
     "lora": "Adapters for eight tasks",
     "mnist": "MNIST with Keras and optax",
     "optax_in_keras": "Optax optimizers in Keras",

@@ -7,6 +7,8 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +40,7 @@ IMAGES = np.random.default_rng(0).normal(size=(2, 8, 8, 3)).astype(np.float32)
 def gpt2():
     sizes = {"vocab_size": 50, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
-    return theirs, pretrained.GPT2(50, 32, 16, 2, 2), pretrained.GPT2_RULES, TOKENS
+    return theirs, pretrained.GPT2(50, 32, 16, 2, 2), pretrained.gpt2_rules(), TOKENS
 
 
 def llama():
@@ -148,3 +150,12 @@ def test_adapters_are_those_of_peft_in_and_out(tmp_path, family, patterns, train
     jax.tree.map(np.testing.assert_array_equal, warm.state.params, state.params)
     config = json.loads((tmp_path / "again" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (3, 5.0)
+
+
+def test_the_adapters_of_the_example_are_loaded_by_peft(tmp_path) -> None:
+    script = [sys.executable, EXAMPLES / "hugging_face.py", "--quick", "--output", tmp_path]
+    subprocess.run(script, check=True, capture_output=True)
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    with np.load(tmp_path / "logits.npz") as ours:
+        np.testing.assert_allclose(ours["logits"], logits(adapted, ours["tokens"]), atol=1e-4)
