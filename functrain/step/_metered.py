@@ -15,7 +15,7 @@ from functrain.metrics._metric import Metered, Metric
 from functrain.step._check import require_distinct_names
 from functrain.step._loss import Aux
 from functrain.step._state import TrainState
-from functrain.tx._guards import finite_and_scale
+from functrain.tx._guards import taken_and_scale
 
 # The parentheses keep this key apart from the names of metrics.
 BATCH_COUNT = "(batches)"
@@ -81,10 +81,10 @@ class MeteredStep(StepTraits):
         advice = "Cast in update, as with x.astype(old.dtype), or begin with arrays of that dtype."
         require_no_problems("metrics", changes, expected, advice, error=TypeError)
         if self.trains and isinstance(state, TrainState):
-            finite, _ = finite_and_scale(state.opt_state)
+            taken, _ = taken_and_scale(state.opt_state)
             # With `skip_non_finite`, a step that was skipped does not count in the metrics.
-            if finite is not None:
-                metrics = _tree.select(finite, metrics, metered.metrics)
+            if taken is not None:
+                metrics = _tree.select(taken, metrics, metered.metrics)
         # Only training reports logs and metrics together, so only there can their names clash.
         values = jax.eval_shape(self.metrics.compute, metrics) if self.trains else {}
         _tree.require_scalars(values)

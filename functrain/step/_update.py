@@ -16,7 +16,7 @@ from functrain.step._check import check_loss
 from functrain.step._loss import Aux, LossFn
 from functrain.step._notes import error_notes
 from functrain.step._state import TrainState, check_tx
-from functrain.tx._guards import finite_and_scale, scale_loss, unscale_gradients
+from functrain.tx._guards import scale_loss, taken_and_scale, unscale_gradients
 
 
 def update(
@@ -67,7 +67,7 @@ def update(
 
     # Gradients of float16 models underflow, so `loss_scale` multiplies the loss before it is
     # differentiated. The loss that is reported is not scaled.
-    _, scale = finite_and_scale(state.opt_state)
+    _, scale = taken_and_scale(state.opt_state)
     # The loss of `micro_batches` is differentiated in parts.
     if hasattr(loss_fn, "with_scale"):
         loss_fn = loss_fn.with_scale(scale)
@@ -101,7 +101,7 @@ def update(
         obj_fn=value_fn,
         grad_fn=grad_fn,
     )
-    finite, _ = finite_and_scale(new.opt_state)
+    taken, _ = taken_and_scale(new.opt_state)
     # Float8 scales have new values in place of gradients.
     model_state = aux.model_state
     # A loss may have dropped the model state, which is said where states are compared.
@@ -109,8 +109,8 @@ def update(
         model_state = join(new_scales, model_state)
     # `skip_non_finite` checks the loss, the gradients and the updates, but does not see the model
     # state. The forward pass of a skipped step may have put NaN into it, as into batch statistics.
-    if finite is not None:
-        model_state = _tree.select(finite, model_state, state.model_state)
+    if taken is not None:
+        model_state = _tree.select(taken, model_state, state.model_state)
     return new.replace(model_state=model_state), loss, aux
 
 

@@ -1,7 +1,7 @@
 """Optax transformations whose state and logs the steps of functrain understand.
 
 Files:
-  _guards: skipping updates that are not finite, and loss scaling for float16
+  _guards: skipping updates that are not finite or spikes, and loss scaling for float16
   _ema: an exponential moving average of the params
   _groups: different transformations for different params
   _extra_args: passing each update the keywords that it takes
@@ -17,6 +17,7 @@ from functrain.tx._ema import ema_params as ema_params
 from functrain.tx._groups import param_groups as param_groups
 from functrain.tx._guards import loss_scale as loss_scale
 from functrain.tx._guards import skip_non_finite as skip_non_finite
+from functrain.tx._guards import skip_spikes as skip_spikes
 from functrain.tx._logs import log_norm as log_norm
 from functrain.tx._logs import logged as logged
 
@@ -28,4 +29,5 @@ __all__ = [
     "loss_scale",
     "param_groups",
     "skip_non_finite",
+    "skip_spikes",
 ]

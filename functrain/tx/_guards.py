@@ -1,6 +1,7 @@
-"""Guards against numbers that are not finite: skipped steps and loss scaling."""
+"""Guards against bad steps: those that are not finite, spikes, and loss scaling."""
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ import numpy as np
 import optax
 
 from functrain.common import _tree
-from functrain.common._checks import require, require_integer, require_no_problems
+from functrain.common._checks import is_positive, require, require_integer, require_no_problems
 from functrain.common._log_values import LastValue, SkippedInARow
 from functrain.common._types import PyTree
 from functrain.tx._extra_args import with_any_extra_args
@@ -19,18 +20,21 @@ _LOSS_SCALE = LastValue("loss_scale")
 
 
 class SkipState(NamedTuple):
-    """The state of `skip_non_finite`.
+    """The state of `skip_non_finite` and `skip_spikes`.
 
     Attributes:
-      inner: The state of the wrapped transformation after the last finite update.
-      finite: `bool[]`, True if the last update was finite.
-      logs: The counts of updates that were not finite, `i32[]` each: ``skipped`` since the start,
-        ``skipped_in_a_row`` since the last finite update.
+      inner: The state of the wrapped transformation after the last update that was not skipped.
+      taken: `bool[]`, False if the last update was skipped.
+      logs: The counts of skipped updates, `i32[]` each: ``skipped`` since the start,
+        ``skipped_in_a_row`` since the last one that was not.
+      recent: Of `skip_spikes`, `f32[2, window]`: the last finite losses and gradient norms, the
+        newest first, spikes as their limits, and NaN where there are none yet.
     """
 
     inner: PyTree
-    finite: jax.Array
+    taken: jax.Array
     logs: optax.SnapshotState
+    recent: jax.Array | tuple[()] = ()
 
 
 def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -60,37 +64,108 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
       >>> tx = skip_non_finite(optax.adam(0.1))
       >>> state = TrainState.create(params={"w": jnp.ones(2)}, tx=tx)
       >>> state = state.apply_gradients({"w": jnp.array([1.0, jnp.inf])}, tx)
-      >>> print(state.step, state.params["w"], state.opt_state.finite)
+      >>> print(state.step, state.params["w"], state.opt_state.taken)
       1 [1. 1.] False
+    """
+    return _skipping(tx, (), lambda finite, loss, grads, recent: (finite, recent))
+
+
+def skip_spikes(
+    tx: optax.GradientTransformation, *, window: int = 128, factor: float = 6.0
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the transformation that skips steps whose loss or gradient norm is a spike.
+
+    A loss, or a norm of all gradients, is a spike if it is larger than the mean of the last
+    `window` finite ones by more than `factor` standard deviations. Steps that are not finite are
+    skipped, too. What skipping means is told in `skip_non_finite`. A spike enters the window as
+    the largest number that is none: so a second one is a spike, too, and a training whose loss
+    stays at another level goes on after some steps. Nothing is a spike before half of the window is
+    filled.
+
+    Args:
+      tx: The complete optimizer, as for `skip_non_finite`. The norm is that of the gradients before
+        it clips them.
+      window: The number of steps that a spike is compared with.
+      factor: The number of standard deviations.
+
+    Raises:
+      ValueError: `window` is below 2, or `factor` is not a positive number.
+
+    References:
+      `SkipStepOptimizer` in OLMo-core (Team OLMo, "2 OLMo 2 Furious", 2024), where a spike enters
+      the window as it is.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from functrain import TrainState
+      >>> tx = skip_spikes(optax.sgd(0.1), window=4)
+      >>> state = TrainState.create(params={"w": jnp.ones(1)}, tx=tx)
+      >>> for size in (1.0, 1.1, 50.0):
+      ...     state = state.apply_gradients({"w": jnp.full(1, size)}, tx)
+      ...     print(state.opt_state.taken)
+      True
+      True
+      False
+    """
+    require_integer("window", window, 2)
+    require(is_positive(factor), "factor", "a positive number", factor)
+
+    def judge(
+        finite: jax.Array, loss: Any, grads: PyTree, recent: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        norm = optax.tree.norm(jax.tree.map(_tree.at_least_float32, grads))
+        new = jnp.stack([jnp.float32(0 if loss is None else loss), jnp.float32(norm)])
+        limits = jnp.nanmean(recent, 1) + factor * jnp.nanstd(recent, 1)
+        has_enough = jnp.sum(~jnp.isnan(recent[0])) >= window // 2
+        limits = jnp.where(has_enough, limits, jnp.inf)
+        shifted = jnp.concatenate([jnp.minimum(new, limits)[:, None], recent[:, :-1]], 1)
+        return finite & jnp.all(new <= limits), jnp.where(finite, shifted, recent)
+
+    return _skipping(tx, jnp.full((2, window), jnp.nan), judge)
+
+
+Judge: TypeAlias = Callable[[jax.Array, Any, PyTree, Any], tuple[jax.Array, Any]]
+
+
+def _skipping(
+    tx: optax.GradientTransformation, recent: Any, judge: Judge
+) -> optax.GradientTransformationExtraArgs:
+    """Returns the transformation that skips some steps.
+
+    Args:
+      tx: The transformation.
+      recent: What `judge` remembers at first.
+      judge: ``(finite, loss, grads, recent) -> (taken, recent)``.
     """
     inner = with_any_extra_args(tx)
 
     def init(params: PyTree) -> SkipState:
         # In a SnapshotState, so that `logged` finds the counts.
         counts = {_SKIPPED: jnp.int32(0), _SKIPPED_IN_A_ROW: jnp.int32(0)}
-        return SkipState(tx.init(params), jnp.array(True), optax.SnapshotState(counts))
+        return SkipState(tx.init(params), jnp.array(True), optax.SnapshotState(counts), recent)
 
     def update(
         updates: PyTree, state: SkipState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, SkipState]:
-        grads = updates
+        grads, loss = updates, extra_args.get("value")
         updates, new_inner = inner.update(grads, state.inner, params, **extra_args)
         # The updates too: `optax.contrib.sam` takes gradients at other params, within `inner`.
-        checked_leaves = jax.tree.leaves((grads, extra_args.get("value"), updates))
+        checked_leaves = jax.tree.leaves((grads, loss, updates))
         is_finite = [jnp.all(jnp.isfinite(x)) for x in checked_leaves]
         # Params without leaves are finite, too.
         finite = jnp.all(jnp.array([True, *is_finite]))
+        taken, recent = judge(finite, loss, grads, state.recent)
         # -0.0 instead of 0.0: x + -0.0 is x for every x, but -0.0 + 0.0 is 0.0.
-        updates = jax.tree.map(lambda x: jnp.where(finite, x, -jnp.zeros_like(x)), updates)
+        updates = jax.tree.map(lambda x: jnp.where(taken, x, -jnp.zeros_like(x)), updates)
         counts = state.logs.measurement
         counts = {
-            _SKIPPED: counts[_SKIPPED] + (~finite).astype(jnp.int32),
-            _SKIPPED_IN_A_ROW: jnp.where(finite, 0, counts[_SKIPPED_IN_A_ROW] + 1),
+            _SKIPPED: counts[_SKIPPED] + (~taken).astype(jnp.int32),
+            _SKIPPED_IN_A_ROW: jnp.where(taken, 0, counts[_SKIPPED_IN_A_ROW] + 1),
         }
         # `select` is a `cond`. `where` would be fused with the sums before it and could round them
         # differently, so that the bits would depend on this wrapper.
-        new_inner = _tree.select(finite, new_inner, state.inner)
-        return updates, SkipState(new_inner, finite, optax.SnapshotState(counts))
+        new_inner = _tree.select(taken, new_inner, state.inner)
+        return updates, SkipState(new_inner, taken, optax.SnapshotState(counts), recent)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -162,13 +237,13 @@ def loss_scale(
         updates: PyTree, state: LossScaleState, params: PyTree = None, **extra_args: Any
     ) -> tuple[PyTree, LossScaleState]:
         updates, skip = skipping.update(updates, state.skip, params, **extra_args)
-        finite_in_a_row = jnp.where(skip.finite, state.finite_in_a_row + 1, 0)
+        finite_in_a_row = jnp.where(skip.taken, state.finite_in_a_row + 1, 0)
         larger_scale = state.scale * 2
         # An infinite scale would make every later gradient infinite.
         grows = (finite_in_a_row >= growth_interval) & jnp.isfinite(larger_scale)
         scale_if_finite = jnp.where(grows, larger_scale, state.scale)
         smaller_scale = jnp.maximum(state.scale / 2, 1)
-        scale = jnp.where(skip.finite, scale_if_finite, smaller_scale)
+        scale = jnp.where(skip.taken, scale_if_finite, smaller_scale)
         finite_in_a_row = jnp.where(finite_in_a_row >= growth_interval, 0, finite_in_a_row)
         # The scale that this update's loss was multiplied by, not the next one.
         logs = optax.SnapshotState({_LOSS_SCALE: state.scale})
@@ -199,10 +274,10 @@ def unscale_gradients(grads: PyTree, scale: jax.Array | None) -> PyTree:
     return jax.tree.map(unscale, grads)
 
 
-def finite_and_scale(opt_state: PyTree) -> tuple[jax.Array | None, jax.Array | None]:
-    """Returns the flag of the last update, `bool[]`, True if finite, and the scale of the next.
+def taken_and_scale(opt_state: PyTree) -> tuple[jax.Array | None, jax.Array | None]:
+    """Returns the flag of the last update, `bool[]`, False if skipped, and the scale of the next.
 
-    The flag is None without `skip_non_finite` or `loss_scale`, the scale without `loss_scale`.
+    The flag is None without a transformation that skips, the scale without `loss_scale`.
 
     Raises:
       ValueError: A guard wraps only a part of the optimizer.
@@ -212,7 +287,7 @@ def finite_and_scale(opt_state: PyTree) -> tuple[jax.Array | None, jax.Array | N
     is_skipping = isinstance(skip, SkipState)
     # A guard around a part would leave the rest of the optimizer with a step that was skipped.
     inner = _tree.nodes(skip.inner if is_skipping else skip, SkipState, LossScaleState)
-    expected = "skip_non_finite or loss_scale, which skips as well, around the whole optimizer"
+    expected = "one of skip_non_finite, skip_spikes and loss_scale, around the whole optimizer"
     advice = "Write functrain.tx.skip_non_finite(optax.chain(...)), around MultiSteps as well."
     require(not inner, "tx", expected, "one inside of another transformation", advice)
-    return skip.finite if is_skipping else None, opt_state.scale if is_scaled else None
+    return skip.taken if is_skipping else None, opt_state.scale if is_scaled else None
