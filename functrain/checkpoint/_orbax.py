@@ -10,18 +10,21 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
+import jax
 import numpy as np
 
 from functrain.checkpoint._array_files import ArrayFile
-from functrain.checkpoint._errors import PARSE_ERRORS, corrupt_on
+from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
 from functrain.checkpoint._files import files_at
 from functrain.checkpoint._leaves import Index
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._library import import_optional
 
-_METADATA = "_METADATA"
+METADATA = "_METADATA"
 
 
 def find_items(path: str) -> dict[str, str]:
@@ -31,7 +34,7 @@ def find_items(path: str) -> dict[str, str]:
     """
     files = files_at(path)
     for depth in range(3):
-        found = files.find(path, "/".join(["*"] * depth + [_METADATA]))
+        found = files.find(path, "/".join(["*"] * depth + [METADATA]))
         found = [name for name in found if ".orbax-checkpoint-tmp" not in name]
         steps = {name.split("/")[0]: _step(name.split("/")[0]) for name in found}
         if depth and found and None not in steps.values():
@@ -39,6 +42,9 @@ def find_items(path: str) -> dict[str, str]:
             found = [name for name in found if name.split("/")[0] == newest]
         if found:
             directories = [os.path.dirname(name) for name in found]
+            is_one = len({*map(os.path.basename, directories)}) == len(directories)
+            advice, error = "Pass the path of one of them.", CheckpointMismatchError
+            require(is_one, path, "one checkpoint", directories, advice, error=error)
             return {os.path.basename(x): os.path.join(path, x) if x else path for x in directories}
     return {}
 
@@ -52,7 +58,7 @@ def _step(name: str) -> int | None:
 @contextlib.contextmanager
 def open_orbax(items: Mapping[str, str]) -> Iterator[ArrayFile]:
     """Opens the items of a checkpoint. Where several have arrays, paths begin with the item."""
-    by_item: dict[str, dict[str, Any]] = {}
+    by_item: dict[str, dict[str, _Array]] = {}
     for item, directory in items.items():
         with corrupt_on(
             *PARSE_ERRORS, expected=f"{directory}: expected an intact Orbax checkpoint"
@@ -64,35 +70,62 @@ def open_orbax(items: Mapping[str, str]) -> Iterator[ArrayFile]:
         for item, arrays in by_item.items()
         for path, array in arrays.items()
     }
-    specs = {x: _tree.format_spec(a.dtype.numpy_dtype, a.shape) for x, a in opened.items()}
 
     def read(name: str, index: Index | None = None) -> np.ndarray:
-        array = opened[name]
+        array = opened[name].stored
         with corrupt_on(*PARSE_ERRORS, expected=f"{name}: expected an intact Orbax checkpoint"):
             part: np.ndarray = (array if index is None else array[index]).read().result()
         return part
 
-    yield ArrayFile(specs, read)
+    yield ArrayFile({name: array.spec for name, array in opened.items()}, read)
 
 
-def _open_item(directory: str) -> dict[str, Any]:
+class _Array(NamedTuple):
+    """An array of TensorStore, which is not read yet; of a random key its key data."""
+
+    stored: Any
+    key_impl: str | None
+
+    @property
+    def spec(self) -> str:
+        """Returns its dtype and shape, such as ``float32[8, 3]`` or ``key<fry>[]``."""
+        like = jax.ShapeDtypeStruct(self.stored.shape, self.stored.dtype.numpy_dtype)
+        if self.key_impl is not None:
+            like = jax.eval_shape(lambda x: jax.random.wrap_key_data(x, impl=self.key_impl), like)
+        return _tree.strong_spec(like)
+
+
+def _key_impls(directory: str) -> dict[str, str]:
+    """Returns the implementations of random keys, by the names of their arrays."""
+    files = files_at(directory)
+    notes = [files.read(f"{directory}/{x}") for x in files.find(directory, "array_metadatas/*")]
+    arrays = [x["array_metadata"] for note in notes for x in json.loads(note)["array_metadatas"]]
+    extras = {x["param_name"]: x.get("ext_metadata") or {} for x in arrays}
+    return {name: x["random_key_impl"] for name, x in extras.items() if "random_key_impl" in x}
+
+
+def _open_item(directory: str) -> dict[str, _Array]:
     """Returns the arrays of a directory, which are not read yet, by path."""
     to_install = "Orbax checkpoints need the library: pip install 'functrain[orbax]'"
     tensorstore = import_optional("tensorstore", to_install)
-    metadata = json.loads(files_at(directory).read(f"{directory}/{_METADATA}"))
-    url = directory if "://" in directory else f"file://{directory}"
+    metadata = json.loads(files_at(directory).read(f"{directory}/{METADATA}"))
+    url = quote(directory if "://" in directory else f"file://{directory}", safe=":/")
     # Orbax notes if chunks of one value are stored, too: then one that is missing is damage.
     fills = not metadata.get("store_array_data_equal_to_fill_value", False)
     options = {"driver": "zarr3" if metadata.get("use_zarr3") else "zarr"}
-    pending = {}
+    pending, impls = {}, _key_impls(directory)
     for entry in metadata["tree_metadata"].values():
         value = entry["value_metadata"]
         if value["skip_deserialize"] or value["value_type"] == "string":
             continue
         keys = [str(key["key"]) for key in entry["key_metadata"]]
-        store: Any = f"{url}/{'.'.join(keys)}/"
+        name = ".".join(keys)
+        store: Any = f"{url}/{quote(name)}/"
         if metadata.get("use_ocdbt", True):
-            store = {"driver": "ocdbt", "base": f"{url}/", "path": f"{'.'.join(keys)}/"}
+            store = {"driver": "ocdbt", "base": f"{url}/", "path": f"{name}/"}
         spec = options | {"kvstore": store, "fill_missing_data_reads": fills}
-        pending["/".join(keys)] = tensorstore.open(spec, read=True, open=True)
-    return {path: array.result() for path, array in pending.items()}
+        path = "/".join(keys)  # as of {"a/b": x, "a": {"b": y}}
+        error = CheckpointMismatchError
+        require(path not in pending, directory, f"one array at {path}", 2, error=error)
+        pending[path] = tensorstore.open(spec, read=True, open=True), impls.get(name)
+    return {path: _Array(array.result(), impl) for path, (array, impl) in pending.items()}

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
 import functrain as ft
+from tests.conftest import digest
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -84,6 +85,50 @@ def test_a_sharded_leaf_reads_only_its_parts(tmp_path) -> None:
     warm = ft.warm_start({"kernel": like}, tmp_path / "tree", rename=[rule])
     np.testing.assert_array_equal(warm.state["kernel"], kernel.T)
     assert warm.state["kernel"].sharding == like.sharding
+
+
+@pytest.mark.parametrize("name", ["my run", "100%", "%20", "a#b?c", "über"])
+@pytest.mark.parametrize("options", [{}, {"use_ocdbt": False}], ids=["ocdbt", "folders"])
+def test_names_may_have_any_signs(tmp_path, name, options) -> None:
+    tree = {"x.y": {"a b": jnp.arange(3.0)}, "100%": jnp.ones(2), "?#": jnp.ones(1)}
+    with ocp.PyTreeCheckpointer(**options) as checkpointer:
+        checkpointer.save(tmp_path / name, tree)
+    check(tmp_path / name, tree)
+
+
+def test_all_of_a_state_is_read_with_its_random_keys(tmp_path) -> None:
+    tx = optax.chain(optax.clip(1.0), optax.adam(1e-3))
+    rngs = [jax.random.key(3), jax.random.split(jax.random.key(4, impl="rbg"), 2)]
+    params = {"w": jnp.ones((3, 2)), "f8": jnp.ones(4, jnp.float8_e4m3fn)}
+    state = ft.TrainState.create(params=params, tx=tx, rng=rngs[0], model_state=rngs)
+    ft.export.orbax(tmp_path / "state", state.replace(step=jnp.int32(7)))
+    others = [jax.random.key(5), jax.random.split(jax.random.key(6, impl="rbg"), 2)]
+    like = ft.TrainState.create(params=params, tx=tx, rng=others[0], model_state=others)
+    warm = ft.warm_start(like, tmp_path / "state", take="**")
+    assert warm.missing == warm.unused == warm.unchanged == ()
+    assert digest(warm.state) == digest(state.replace(step=jnp.int32(7)))
+    with pytest.raises(ft.CheckpointMismatchError, match=r"0: expected key<rbg>\[\], got key<fry>"):
+        ft.warm_start(like.replace(model_state=[jax.random.key(5, impl="rbg")]), tmp_path / "state")
+
+
+def test_a_directory_with_several_models_is_refused(tmp_path) -> None:
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        manager.save(9, args=ocp.args.StandardSave(TREE))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run" / "best" / "default", TREE)
+        checkpointer.save(tmp_path / "both", TREE)
+    with pytest.raises(ft.CheckpointMismatchError, match=r"expected one checkpoint, got \['9/def"):
+        check(tmp_path / "run")
+    ft.export.params(tmp_path / "both" / "model.safetensors", {"w": jnp.ones(2)})
+    with pytest.raises(ft.CheckpointMismatchError, match=r"expected one model, got \['model\.saf"):
+        check(tmp_path / "both")
+
+
+def test_two_arrays_of_one_path_are_refused(tmp_path) -> None:
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "tree", {"a/b": jnp.ones(2), "a": {"b": jnp.ones(3)}})
+    with pytest.raises(ft.CheckpointMismatchError, match="expected one array at a/b, got 2"):
+        check(tmp_path / "tree", {"a": {"b": jnp.ones(3)}})
 
 
 @pytest.mark.parametrize("what", ["_METADATA", "manifest.ocdbt", "d"])
