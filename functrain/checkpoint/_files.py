@@ -57,7 +57,13 @@ def resolve_path(
     is_known = url is None or (is_store and url[2] and url[3])
     advice = "Mount other storage as a folder. A pathlib.Path removes a slash: pass a text."
     require(is_known, name, expected, text, advice)
-    return os.path.realpath(text) if url is None else text.rstrip("/")
+    if url is not None:
+        return text.rstrip("/")
+    if is_written or not os.path.isfile(text):
+        return os.path.realpath(text)
+    # The name of a file says its format: what a link leads to, as in caches, may have none.
+    folder, name = os.path.split(text)
+    return os.path.join(os.path.realpath(folder), name)
 
 
 def files_at(path: str) -> "Disk | ObjectStore":

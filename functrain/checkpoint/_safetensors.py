@@ -83,7 +83,7 @@ def _read_part(
         _read_exactly(file, result.reshape(-1).view(np.uint8).data)
         return result
     row = math.prod(shape[1:])
-    count = max(1, _BLOCK_BYTES // (row * dtype.itemsize))
+    count = max(1, _BLOCK_BYTES // max(1, row * dtype.itemsize))
     columns = tuple(slice(side.start, side.stop) for side in box[1:])
     for begin in range(0, len(box[0]), count):
         rows = slice(begin, min(begin + count, len(box[0])))

@@ -1,6 +1,7 @@
 """What is at a path: a checkpoint of functrain, or weights that another program wrote."""
 
 import contextlib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,9 +12,9 @@ from functrain.checkpoint._array_files import (
     open_keras,
     open_npz,
 )
-from functrain.checkpoint._errors import CheckpointMismatchError
+from functrain.checkpoint._errors import CheckpointCorruptError, CheckpointMismatchError
 from functrain.checkpoint._files import files_at
-from functrain.checkpoint._orbax import find_items, open_orbax
+from functrain.checkpoint._orbax import METADATA, find_items, open_orbax
 from functrain.checkpoint._safetensors import INDEX, open_safetensors, open_shards
 from functrain.common._checks import require
 
@@ -47,9 +48,17 @@ def find_weights(path: str) -> _Opened | None:
     files = files_at(path)
     found = files.find(path, f"*{INDEX}") or files.find(path, "*.safetensors")
     if found:
-        advice = "Pass the path of one of them."
-        error = CheckpointMismatchError
-        require(len(found) == 1, path, "one model", found, advice, error=error)
+        _require_one_model(path, found + files.find(path, METADATA))
         return open_arrays(f"{path}/{found[0]}")
     items = find_items(path)
     return open_orbax(items) if items else None
+
+
+def _require_one_model(path: str, found: list[str]) -> None:
+    """Raises an error for several models, or for one of several files without their index."""
+    advice = "Pass the path of one of them."
+    require(len(found) == 1, path, "one model", found, advice, error=CheckpointMismatchError)
+    part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", found[0])
+    is_whole = part is None or int(part[1]) == 1
+    expected, advice = f"an index of its files, *{INDEX}", "Download or save all of them again."
+    require(is_whole, path, expected, found, advice, error=CheckpointCorruptError)

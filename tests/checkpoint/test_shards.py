@@ -3,6 +3,7 @@
 import functools
 import http.server
 import json
+import os
 import pathlib
 import shutil
 import threading
@@ -16,6 +17,7 @@ import pytest
 import safetensors.numpy
 
 import functrain as ft
+from functrain.checkpoint._safetensors import open_safetensors
 
 ARRAYS = {
     "a.weight": np.arange(12, dtype=np.float32).reshape(4, 3),
@@ -68,6 +70,36 @@ def test_a_directory_with_one_file_is_read(tmp_path) -> None:
         check(tmp_path)
 
 
+def test_one_of_several_files_is_not_taken_for_a_model(tmp_path) -> None:
+    write(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors.index.json").unlink()
+    (tmp_path / "model" / SECOND).unlink()
+    with pytest.raises(ft.CheckpointCorruptError, match=r"an index of its files.*00001-of-00002"):
+        check(tmp_path / "model")
+
+
+def test_links_to_files_of_other_names_are_read(tmp_path) -> None:
+    # As the cache of huggingface_hub has them.
+    folder = write(tmp_path / "blobs")
+    snapshot = tmp_path / "snapshot"
+    snapshot.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        blob = file.rename(folder / f"{number}")
+        (snapshot / file.name).symlink_to(blob)
+    check(snapshot)
+    check(snapshot / "model.safetensors.index.json")
+    warm = ft.warm_start(STATE, snapshot / FIRST, rename=RULES)
+    assert sorted(warm.loaded) == ["a/weight", "scalar"]
+
+
+def test_files_are_closed_after_an_error(tmp_path) -> None:
+    folder = write(tmp_path / "model")
+    opened = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(ft.CheckpointMismatchError):
+        ft.warm_start({"a": {"weight": jnp.zeros(3)}}, folder, rename=RULES)
+    assert set(os.listdir("/proc/self/fd")) == opened
+
+
 def test_models_are_read_at_urls(tmp_path) -> None:
     write(tmp_path / "model")
     store = fsspec.filesystem("memory")
@@ -88,6 +120,12 @@ def test_a_protocol_that_fsspec_does_not_know_is_refused() -> None:
         check("xyz://weights")
     with pytest.raises(ValueError, match="a URL of gs:// or s3://"):
         ft.save("http://host/weights", STATE)
+
+
+def test_a_part_of_an_array_without_elements_is_read(tmp_path) -> None:
+    safetensors.numpy.save_file({"x": np.zeros((4, 0, 3))}, tmp_path / "a.safetensors")
+    with open_safetensors(str(tmp_path / "a.safetensors")) as arrays:
+        assert arrays.read("x", (slice(1, 4), slice(0, 0), slice(0, 1))).shape == (3, 0, 1)
 
 
 class Server:
