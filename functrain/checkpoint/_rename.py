@@ -6,13 +6,18 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._leaves import Index
-from functrain.common._checks import require, require_no_problems
+from functrain.common._checks import (
+    is_integer,
+    require,
+    require_integer,
+    require_no_problems,
+)
 
 Shape = tuple[int, ...]
 Read = Callable[[str, Index | None], np.ndarray]  # given a name and an index, returns that part
@@ -27,8 +32,8 @@ class Rename:
 
     Attributes:
       file: The name of an array in the file. Several names stand for one array, which is joined
-        from theirs. `*` stands for one part of a name, between dots or slashes, and `**` for any
-        number of them.
+        from theirs. `*` stands for one part of a name, between dots or slashes, and `**` for one
+        or more, with the dots or slashes between them.
       state: The path of the leaf in the state, such as ``params/head/kernel``. An array is split
         into several. The stars stand for what those in `file` stand for, in their order.
       layout: The axes in the file and in the state, as einops writes them: ``"o i -> i o"``
@@ -40,8 +45,9 @@ class Rename:
         By default they are equal.
 
     Raises:
-      ValueError: The stars of the names differ in number, there are several names on both sides, or
-        a layout does not have the same axes on both sides.
+      TypeError: A name is not a text.
+      ValueError: The stars of the names differ in number, there are several names on both sides, a
+        layout does not have the same axes on both sides, or `axis` or `parts` do not fit it.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, tempfile
@@ -64,12 +70,27 @@ class Rename:
     parts: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        several = [len(names) > 1 for names in (self.files, self.states)]
+        names = (*self.files, *self.states)
+        are_texts = all(isinstance(name, str) for name in names)
+        require(are_texts, "Rename", "names that are texts", self, error=TypeError)
         expected = "one name, of the array in the file or of the leaf in the state"
-        require(not all(several), "Rename", expected, self)
-        stars = {len(_STARS.findall(name)) for name in (*self.files, *self.states)}
+        require(min(len(self.files), len(self.states)) == 1, "Rename", expected, self)
+        are_different = all(len(set(x)) == len(x) for x in (self.files, self.states))
+        require(are_different, "Rename", "names that differ", self)
+        stars = {len(_STARS.findall(name)) for name in names}
         require(len(stars) == 1, "Rename", "as many stars in each name", self)
-        parse_layout(self.layout)
+        self._require_axis(parse_layout(self.layout))
+
+    def _require_axis(self, layout: "Layout | None") -> None:
+        """Raises ValueError for an axis that is none of the layout, or parts of other names."""
+        require_integer("axis", self.axis, 0)
+        if layout is not None and len(self.files) + len(self.states) > 2:
+            axes = layout.axes if len(self.files) > 1 else layout.groups
+            expected = f"one of the {len(axes)} axes of {self.layout!r}"
+            require(self.axis < len(axes), "axis", expected, self.axis)
+        parts = (0,) * len(self.files) if self.parts is None else self.parts
+        are_sizes = len(parts) == len(self.files) and all(is_integer(x, 0) for x in parts)
+        require(are_sizes, "parts", "a size for each name in the file", self.parts)
 
     @property
     def files(self) -> tuple[str, ...]:
@@ -91,7 +112,8 @@ class Layout(NamedTuple):
     @property
     def is_permutation(self) -> bool:
         """Returns True if only the order of the axes differs."""
-        return all(len(group) == 1 and group != ("1",) for group in self.groups)
+        groups = self.groups
+        return "1" not in self.axes and all(len(x) == 1 and x != ("1",) for x in groups)
 
     def file_shape(self, shape: Shape) -> Shape:
         """Returns the shape in the file of a leaf of some shape."""
@@ -123,10 +145,11 @@ def parse_layout(layout: str) -> Layout | None:
         return None
     left, arrow, right = layout.partition("->")
     groups = [(a or b).split() for a, b in re.findall(r"\(([^()]*)\)|([^\s()]+)", left)]
+    is_closed = not set("()") & set(re.sub(r"\([^()]*\)", "", left))
     axes = right.split()
     names = [name for name in itertools.chain(*groups) if name != "1"]
     is_same = sorted(names) == sorted(name for name in axes if name != "1")
-    is_valid = arrow and is_same and len(set(names)) == len(names)
+    is_valid = arrow and is_same and is_closed and len(set(names)) == len(names)
     expected = "axes in the file and the same in the state, such as 'o i -> i o'"
     require(is_valid, "layout", expected, layout, "Only those in the file can have parentheses.")
     return Layout(tuple(map(tuple, groups)), tuple(axes))
@@ -164,12 +187,13 @@ def find_sources(
       ValueError: A leaf has two sources.
     """
     found: dict[str, Source] = {}
-    if rename is None or callable(rename):
+    rules = None if rename is None or callable(rename) else require_rules(rename)
+    if rules is None:
         pairs: Iterable[tuple[str, Source]] = (
-            (name if rename is None else rename(name), Source((name,))) for name in names
+            (rename(name) if callable(rename) else name, Source((name,))) for name in names
         )
     else:
-        pairs = itertools.chain(*(_sources_of(rule, file, names) for rule in rename))
+        pairs = itertools.chain(*(_sources_of(rule, file, names) for rule in rules))
     for path, source in pairs:
         other = found.get(path, source)
         expected = "a path that no other leaf is renamed to"
@@ -177,6 +201,14 @@ def find_sources(
         require(path not in found, f"rename({source.names[0]!r})", expected, path, advice)
         found[path] = source
     return found
+
+
+def require_rules(rename: Any) -> Sequence[Rename]:
+    """Returns the rules of an argument; raises TypeError for anything else."""
+    is_sequence = isinstance(rename, Sequence) and all(isinstance(x, Rename) for x in rename)
+    require(is_sequence, "rename", "a list of rules, ft.Rename(...)", rename, error=TypeError)
+    rules: Sequence[Rename] = rename
+    return rules
 
 
 def _sources_of(rule: Rename, file: str, names: Collection[str]) -> Iterator[tuple[str, Source]]:
@@ -193,7 +225,8 @@ def _sources_of(rule: Rename, file: str, names: Collection[str]) -> Iterator[tup
 
 def _regex(pattern: str) -> re.Pattern[str]:
     parts = {"*": "([^./]+?)", "**": "(.+?)"}
-    return re.compile("".join(parts.get(x) or re.escape(x) for x in _STARS.split(pattern)))
+    text = "".join(parts.get(x) or re.escape(x) for x in _STARS.split(pattern))
+    return re.compile(text, re.DOTALL)
 
 
 def _fill(pattern: str, found: Sequence[str]) -> str:
@@ -248,6 +281,8 @@ def piece(
       in_file: The shapes of its arrays.
     """
     rule = source.rule or Rename("", "")
+    if not in_file:
+        return None
     layout, axis = parse_layout(rule.layout), rule.axis
     if len(source.names) > 1:
         parts = [_part_shape(layout, shape, axis, each) for each in in_file]
@@ -269,7 +304,9 @@ def _file_shape(layout: Layout | None, shape: Shape | None) -> Shape | None:
     """Returns the shape in the file of a leaf; None if the leaf has other axes than the layout."""
     if layout is None or shape is None:
         return shape
-    return layout.file_shape(shape) if len(shape) == len(layout.axes) else None
+    has_axes = len(shape) == len(layout.axes)
+    ones = {n for name, n in zip(layout.axes, shape, strict=False) if name == "1"}
+    return layout.file_shape(shape) if has_axes and ones <= {1} else None
 
 
 def _part_shape(layout: Layout | None, shape: Shape, axis: int, in_file: Shape) -> Shape | None:
@@ -303,16 +340,27 @@ class Target(NamedTuple):
     names: tuple[str, ...]
     paths: tuple[str, ...]
 
-    def fits(self, shape: Shape) -> bool:
-        """Returns True if a leaf of a shape has the axes of the rule."""
-        return _file_shape(parse_layout(self.rule.layout), shape) is not None
+    def fits(self, shapes: Sequence[Shape]) -> bool:
+        """Returns True if leaves of these shapes can be arrays in the file."""
+        layout, axis = parse_layout(self.rule.layout), self.rule.axis
+        if len(self.names) > 1:
+            shapes = [_replace(shapes[0], axis, size) for size in self._sizes(shapes[0])]
+        in_file = [_file_shape(layout, shape) for shape in shapes]
+        if len(self.paths) > 1:
+            in_file = [_joined(in_file, axis)]
+        return bool(in_file) and None not in in_file
+
+    def _sizes(self, shape: Shape) -> Sequence[int]:
+        """Returns the sizes of the arrays that a leaf is split into; () if it cannot be."""
+        size, count = sum(shape[self.rule.axis :][:1]), len(self.names)
+        sizes = self.rule.parts or [size // count] * count
+        return sizes if self.rule.axis < len(shape) and sum(sizes) == size else ()
 
     def arrays(self, leaves: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the arrays of the file by name, from the leaves."""
         rule, layout = self.rule, parse_layout(self.rule.layout)
         if len(self.names) > 1:
-            sizes = rule.parts or len(self.names)
-            cuts = sizes if isinstance(sizes, int) else list(itertools.accumulate(sizes))[:-1]
+            cuts = list(itertools.accumulate(self._sizes(leaves[0].shape)))[:-1]
             leaves = np.split(leaves[0], cuts, rule.axis)
         if layout is not None:
             leaves = [layout.to_file(leaf) for leaf in leaves]
@@ -329,7 +377,7 @@ def find_targets(paths: Collection[str], rename: Sequence[Rename]) -> list[Targe
     """
     targets: list[Target] = []
     rules: dict[str, list[Rename]] = {path: [] for path in paths}
-    for rule in rename:
+    for rule in require_rules(rename):
         for match in filter(None, map(_regex(rule.states[0]).fullmatch, paths)):
             of_state = tuple(_fill(path, match.groups()) for path in rule.states)
             missing = [path for path in of_state if path not in paths]

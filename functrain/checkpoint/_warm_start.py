@@ -1,5 +1,6 @@
 """Parts of a state from a file: warm starts, transfer learning, new heads."""
 
+import functools
 import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -269,18 +270,26 @@ def _make_pieces(
     pieces: dict[str, Piece] = {}
     found: dict[str, str] = {}
     for path, source in sources.items():
-        spec = specs[source.names[0]]
+        stored = [specs[name] for name in source.names]
         if not source.is_transformed:
-            pieces[path], found[path] = Piece(source.names, (), None, 0, None), spec
+            pieces[path], found[path] = Piece(source.names, (), None, 0, None), stored[0]
             continue
-        stored = [parse_spec(specs[name]) for name in source.names]
-        made = piece(source, shapes[path], shapes, [shape for _, shape in stored])
+        # A random key has no dtype that NumPy could transpose.
+        are_keys = any(spec.startswith("key<") for spec in stored)
+        parsed = [] if are_keys else list(map(parse_spec, stored))
+        made = piece(source, shapes[path], shapes, [shape for _, shape in parsed])
         if made is None:
-            found[path] = f"{', '.join(specs[name] for name in source.names)} by {source.rule}"
+            found[path] = f"{', '.join(stored)} by {source.rule}"
         else:
-            pieces[path], found[path] = made, _tree.format_spec(stored[0][0], shapes[path])
+            dtype = _most_different([dtype for dtype, _ in parsed], leaves[path].dtype)
+            pieces[path], found[path] = made, _tree.format_spec(dtype, shapes[path])
     _require_same_specs(file, found, leaves, cast)
     return pieces
+
+
+def _most_different(dtypes: Sequence[Any], like: Any) -> Any:
+    """Returns the one of the dtypes of joined arrays that is least like that of their leaf."""
+    return max(dtypes, key=lambda x: (x != like, not jnp.issubdtype(x, jnp.floating)))
 
 
 def _require_same_specs(
@@ -334,8 +343,8 @@ def _without(paths: Collection[str], removed: Collection[str]) -> tuple[str, ...
 def _read_leaf(arrays: ArrayFile, source: Piece, path: str, like: Any) -> Any:
     """Reads an array as a leaf of the kind, dtype and sharding of another leaf."""
 
-    def read(index: Any = None) -> Any:
-        data = source.read(arrays.read, index)
+    def read(name: str, index: Any = None) -> Any:
+        data = arrays.read(name, index)
         return data if _tree.is_key(like) else data.astype(like.dtype, copy=False)
 
-    return _leaves.restore_leaf(path, like, read)
+    return _leaves.restore_leaf(path, like, functools.partial(source.read, read))

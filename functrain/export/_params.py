@@ -1,11 +1,11 @@
 """Arrays, for programs that read safetensors."""
 
-import contextlib
+import collections
 import glob
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 import jax
 import numpy as np
@@ -17,7 +17,7 @@ from functrain.checkpoint._safetensors import INDEX
 from functrain.common import _tree
 from functrain.common._checks import require, require_integer, require_no_problems
 from functrain.common._types import PyTree
-from functrain.export._atomic import atomic_write, require_free
+from functrain.export._atomic import remove, require_free, write_together
 from functrain.step._state import TrainState
 
 # Without it, transformers takes no file.
@@ -47,7 +47,8 @@ def params(
       shard_bytes: If the arrays have more bytes than this, they are written to several files of at
         most so many, or of one array, such as ``model-00001-of-00003.safetensors``, with an index,
         ``model.safetensors.index.json``, as on Hugging Face.
-      overwrite: True replaces an existing file, or those of an existing index.
+      overwrite: True replaces an existing file, or those of an existing index, once all new ones
+        are written.
 
     Raises:
       FileExistsError: The file or the index exists, and `overwrite` is False.
@@ -67,26 +68,33 @@ def params(
       (['dense/bias', 'dense/kernel'], 2)
     """
     target = require_free(path, overwrite=overwrite)
-    has_suffix = os.fspath(path).endswith(".safetensors")
-    require(has_suffix, "path", "a name that ends in .safetensors", os.fspath(path))
+    require(target.endswith(".safetensors"), "path", "a name that ends in .safetensors", target)
     old = _files_of(target)
-    for file in old:
-        require_free(file, overwrite=overwrite)
+    for existing in old:
+        require_free(existing, overwrite=overwrite)
     if shard_bytes is not None:
         require_integer("shard_bytes", shard_bytes)
     if isinstance(params, TrainState):
         params = {"params": params.params, "model_state": params.model_state}
     leaves = numbers_by_path(params)
     targets = targets_of(leaves, rename or (Rename("**", "**"),))
-    shards = _shards(targets, leaves, shard_bytes)
-    # Without its index no file is taken for a part of a model that another file is of.
-    _remove([_index_of(target)])
-    written = [target] if len(shards) == 1 else _shard_paths(target, len(shards))
-    for file, shard in zip(written, shards, strict=True):
-        write(file, shard, leaves)
+    remove(set(old) - _write_model(target, _shards(targets, leaves, shard_bytes), leaves))
+
+
+def _write_model(target: str, shards: list[list[Target]], leaves: Mapping[str, Any]) -> set[str]:
+    """Writes one file, or several and their index, and returns their names."""
+    files, index = [target], _index_of(target)
     if len(shards) > 1:
-        _write_index(target, written, shards, leaves)
-    _remove(set(old) - {*written, _index_of(target)})
+        files = _shard_paths(target, len(shards))
+    # Without its index no file is taken for a part of a model that another file is of.
+    with write_together(index) as create:
+        for path, shard in zip(files, shards, strict=True):
+            with create(path) as file:
+                write(file, shard, leaves)
+        if len(shards) > 1:
+            with create(index) as file:
+                file.write(_index(files, shards, leaves))
+    return {*files, index}
 
 
 def numbers_by_path(params: PyTree) -> dict[str, Any]:
@@ -109,13 +117,15 @@ def numbers_by_path(params: PyTree) -> dict[str, Any]:
 def targets_of(leaves: Mapping[str, Any], rename: Sequence[Rename]) -> list[Target]:
     """Returns the arrays of a file; raises ValueError if a leaf has no rule that fits it."""
     targets = find_targets(leaves, rename)
+    problems = []
     for target in targets:
-        problems = [
-            f"{path}: {_tree.strong_spec(leaves[path])} by {target.rule.layout!r}"
-            for path in target.paths
-            if not target.fits(leaves[path].shape)
-        ]
-        require_no_problems("rename", problems, "rules whose layouts have the axes of the leaves")
+        parts = [leaves[path] for path in target.paths]
+        is_one_dtype = len({x.dtype for x in parts}) == 1
+        if not (is_one_dtype and target.fits([x.shape for x in parts])):
+            specs = (f"{path}: {_tree.strong_spec(leaves[path])}" for path in target.paths)
+            problems.append(f"{', '.join(specs)} by {target.rule}")
+    expected = "rules that have the axes of the leaves, and join leaves of one dtype"
+    require_no_problems("rename", problems, expected)
     return _unique(targets, leaves)
 
 
@@ -135,28 +145,35 @@ def _files_of(target: str) -> list[str]:
     return [x for x in (target, _index_of(target), *shards) if os.path.lexists(x)]
 
 
-def _remove(files: Iterable[str]) -> None:
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(file)
-
-
 def _unique(targets: Iterable[Target], leaves: Mapping[str, Any]) -> list[Target]:
     """Returns targets whose names differ: leaves that are equal, as tied weights, can share one."""
-    by_name: dict[str, Target] = {}
+    by_names: dict[tuple[str, ...], Target] = {}
     for target in targets:
-        other = by_name.setdefault(target.names[0], target)
-        if other is not target:
-            ours, theirs = (
-                x.arrays([np.asarray(leaves[path]) for path in x.paths]) for x in (target, other)
-            )
-            are_equal = all(
-                name in theirs and np.array_equal(x, theirs[name]) for name, x in ours.items()
-            )
-            expected = f"equal leaves for {target.names[0]}, to which two rules give its name"
-            advice = "Leave one of them out of the tree."
-            require(are_equal, "rename", expected, [*other.paths, *target.paths], advice)
-    return list(by_name.values())
+        other = by_names.setdefault(target.names, target)
+        expected = f"equal leaves for {target.names[0]}, to which two rules give its name"
+        advice, paths = "Leave one of them out of the tree.", [*other.paths, *target.paths]
+        require(_are_equal(target, other, leaves), "rename", expected, paths, advice)
+    counts = collections.Counter(name for names in by_names for name in names)
+    # Each array is in one file, and the format has this name for its notes.
+    problems = [x for x, count in counts.items() if count > 1 or x == "__metadata__"]
+    require_no_problems("rename", problems, "names of one array each, none of them __metadata__")
+    return list(by_names.values())
+
+
+def _are_equal(target: Target, other: Target, leaves: Mapping[str, Any]) -> bool:
+    """Returns True if two targets have the same bits."""
+    if target is other:
+        return True
+    pairs = zip(*(_arrays(x, leaves).values() for x in (target, other)), strict=True)
+    return all(x.dtype == y.dtype and np.array_equal(_bytes(x), _bytes(y)) for x, y in pairs)
+
+
+def _arrays(target: Target, leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return target.arrays([np.asarray(leaves[path]) for path in target.paths])
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 def _shards(
@@ -179,8 +196,8 @@ def _nbytes(target: Target, leaves: Mapping[str, Any]) -> int:
     return sum(leaves[path].nbytes for path in target.paths)
 
 
-def write(file_path: str, targets: Iterable[Target], leaves: Mapping[str, Any]) -> None:
-    """Writes a file. Only its own arrays are fetched."""
+def write(file: IO[bytes], targets: Iterable[Target], leaves: Mapping[str, Any]) -> None:
+    """Writes arrays into an open file. Only these are fetched."""
     paths = {path for target in targets for path in target.paths}
     fetched = fetch_leaves({f"params/{path}": leaves[path] for path in paths})
     arrays: dict[str, np.ndarray] = {}
@@ -191,13 +208,11 @@ def write(file_path: str, targets: Iterable[Target], leaves: Mapping[str, Any]) 
     for name, array in sorted(arrays.items(), key=lambda item: -item[1].itemsize):
         spec = _tree.strong_spec(array)
         stored[name] = Leaf(spec, spec, [(box_at(None, array.shape), array)])
-    with atomic_write(file_path) as file:
-        write_arrays(file, stored, _METADATA)
+    write_arrays(file, stored, _METADATA)
 
 
-def _write_index(
-    target: str, files: list[str], shards: list[list[Target]], leaves: Mapping[str, Any]
-) -> None:
+def _index(files: list[str], shards: list[list[Target]], leaves: Mapping[str, Any]) -> bytes:
+    """Returns the content of an index."""
     weight_map = {
         name: os.path.basename(file)
         for file, shard in zip(files, shards, strict=True)
@@ -206,5 +221,4 @@ def _write_index(
     }
     total = sum(_nbytes(each, leaves) for shard in shards for each in shard)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    with atomic_write(_index_of(target)) as file:
-        file.write(json.dumps(index, indent=2).encode())
+    return json.dumps(index, indent=2).encode()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from functrain.checkpoint._rename import Rename, Target, find_targets, parse_layout
 from functrain.common._checks import require
-from functrain.export._atomic import atomic_write, require_free
+from functrain.export._atomic import require_free, write_together
 from functrain.export._params import numbers_by_path, targets_of, write
 from functrain.model._freeze import FrozenState
 from functrain.step._state import TrainState
@@ -87,9 +87,11 @@ def peft(
         "bias": "none",
         "inference_mode": True,
     }
-    write(weights, targets, leaves)
-    with atomic_write(config) as file:
-        file.write(json.dumps(text, indent=2).encode())
+    with write_together(config) as create:
+        with create(weights) as file:
+            write(file, targets, leaves)
+        with create(config) as file:
+            file.write(json.dumps(text, indent=2).encode())
 
 
 def _modules(targets: Iterable[Target]) -> list[str]:

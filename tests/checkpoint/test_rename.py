@@ -192,11 +192,71 @@ def test_arrays_that_do_not_fit_a_rule_are_named_with_it(file, rule, message) ->
         (("a", "b", "o o -> o o"), "layout: expected axes"),
         (("a", "b", "o i"), "layout: expected axes"),
         (("a", "b", "o i -> (o i)"), "Only those in the file can have parentheses"),
+        (("a", "b", "(o i -> o i"), "layout: expected axes"),
+        (("a", "b", "((o i) k) -> o i k"), "layout: expected axes"),
+        (([], "b"), "one name"),
+        ((["a", "a"], "b"), "names that differ"),
+        (("a", ["b", "c"], "", -1), "axis: expected an integer of at least 0, got -1"),
+        ((["a", "b"], "c", "o i -> i o", 2), "axis: expected one of the 2 axes of 'o i -> i o'"),
+        (("a", ["b", "c"], "(h d) -> h d", 1), r"axis: expected one of the 1 axes of '\(h d\)"),
+        ((["a", "b"], "c", "", 0, (6,)), r"parts: expected a size for each name .*, got \(6,\)"),
     ],
 )
 def test_a_rule_that_contradicts_itself_is_refused_at_once(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):
         ft.Rename(*arguments)
+
+
+@pytest.mark.parametrize("rename", [RULES[0], (x for x in RULES), {"a": "b"}, "a", [("a", "b")]])
+def test_what_is_no_list_of_rules_is_refused(tmp_path, file, rename) -> None:
+    with pytest.raises(TypeError, match=r"rename: expected a list of rules, ft\.Rename"):
+        ft.warm_start({"w": jnp.zeros(2)}, file, rename=rename)
+    with pytest.raises(TypeError, match=r"rename: expected a list of rules, ft\.Rename"):
+        ft.export.params(tmp_path / "a.safetensors", {"w": jnp.zeros(2)}, rename=rename)
+
+
+def test_axes_of_size_1_come_and_go_and_have_no_other_size(tmp_path) -> None:
+    arrays = {"d": np.arange(3, dtype=np.float32), "s": np.array(2, np.float32)}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    rules = [ft.Rename("d", "d", "d -> 1 d"), ft.Rename("s", "s", " -> 1")]
+    like = {"d": jnp.zeros((1, 3)), "s": jnp.zeros(1)}
+    state = ft.warm_start(like, tmp_path / "a.safetensors", rename=rules).state
+    np.testing.assert_array_equal(state["d"], arrays["d"][None])
+    np.testing.assert_array_equal(state["s"], arrays["s"][None])
+    ft.export.params(tmp_path / "b.safetensors", state, rename=rules)
+    found = safetensors.numpy.load_file(tmp_path / "b.safetensors")
+    jax.tree.map(np.testing.assert_array_equal, found, arrays)
+    with pytest.raises(ft.CheckpointMismatchError, match=r"d: expected float32\[5, 3\]"):
+        ft.warm_start({"d": jnp.zeros((5, 3))}, tmp_path / "a.safetensors", rename=rules)
+    with pytest.raises(ValueError, match=r"d: float32\[5, 3\] by Rename"):
+        ft.export.params(tmp_path / "c.safetensors", {"d": jnp.zeros((5, 3))}, rename=rules)
+
+
+def test_arrays_of_other_dtypes_are_joined_only_by_cast(tmp_path) -> None:
+    dtypes = {"f": "float32", "b": "bfloat16", "h": "float16", "i": "int8"}
+    arrays = {name: np.arange(4).astype(jnp.dtype(dtype)) for name, dtype in dtypes.items()}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+
+    def joined(names, **how):
+        like, rules = {"w": jnp.zeros(8)}, [ft.Rename(names, "w")]
+        return ft.warm_start(like, tmp_path / "a.safetensors", rename=rules, **how).state["w"]
+
+    with pytest.raises(ft.CheckpointMismatchError, match=r"w: expected float32.*, got bfloat16"):
+        joined(["f", "b"])
+    with pytest.raises(ft.CheckpointMismatchError, match=r"w: expected float\[8\], got int8"):
+        joined(["b", "i"], cast=True)
+    np.testing.assert_array_equal(joined(["b", "h"], cast=True), [0, 1, 2, 3, 0, 1, 2, 3])
+
+
+def test_random_keys_are_renamed_but_not_transposed(tmp_path) -> None:
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    ft.save(tmp_path / "a", {"k": keys})
+    rules = [ft.Rename("k", "r")]
+    warm = ft.warm_start({"r": keys[::-1]}, tmp_path / "a", rename=rules)
+    np.testing.assert_array_equal(jax.random.key_data(warm.state["r"]), jax.random.key_data(keys))
+    rules = [ft.Rename("k", "r", "a b -> b a")]
+    with pytest.raises(ft.CheckpointMismatchError, match=r"got key<fry>\[2, 3\] by Rename"):
+        ft.warm_start({"r": keys.T}, tmp_path / "a", rename=rules)
 
 
 def test_two_rules_for_one_leaf_are_refused(file) -> None:
@@ -216,6 +276,38 @@ def test_an_export_names_the_leaves_that_have_no_rule(tmp_path) -> None:
     with pytest.raises(ValueError, match=r"(?s)one rule for each leaf.*a: \[Rename.*Rename"):
         ft.export.params(tmp_path / "a.safetensors", state, rename=both)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("leaves", "rule", "got"),
+    [
+        ({"x": (6, 4)}, ft.Rename(["a", "b"], "x", parts=(4, 3)), r"x: float32\[6, 4\] by"),
+        ({"x": (5, 4)}, ft.Rename(["a", "b"], "x"), r"x: float32\[5, 4\] by Rename"),
+        ({"x": (4,)}, ft.Rename(["a", "b"], "x", axis=1), r"x: float32\[4\] by Rename"),
+        ({"x": (5, 4), "y": (5, 3)}, ft.Rename("a", ["x", "y"]), r"x: .*4\], y: .*3\] by Rename"),
+    ],
+)
+def test_an_export_names_leaves_that_do_not_fit_their_rule(tmp_path, leaves, rule, got) -> None:
+    state = {name: jnp.zeros(shape) for name, shape in leaves.items()}
+    with pytest.raises(ValueError, match=rf"rename: expected rules that have the axes[^§]*{got}"):
+        ft.export.params(tmp_path / "a.safetensors", state, rename=[rule])
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_writes_no_array_twice_and_converts_none(tmp_path) -> None:
+    ones, path = jnp.ones(4), tmp_path / "a.safetensors"
+    both = [ft.Rename(["a", "b"], "x"), ft.Rename(["c", "b"], "y")]
+    with pytest.raises(ValueError, match=r"rename: expected names of one array each[^§]*  b"):
+        ft.export.params(path, {"x": ones, "y": ones}, rename=both)
+    with pytest.raises(ValueError, match="none of them __metadata__"):
+        ft.export.params(path, {"__metadata__": ones})
+    dtypes = {"x": ones, "y": ones.astype(jnp.bfloat16)}
+    with pytest.raises(ValueError, match="join leaves of one dtype"):
+        ft.export.params(path, dtypes, rename=[ft.Rename("a", ["x", "y"])])
+    tied = [ft.Rename("a", "x"), ft.Rename("a", "y")]
+    with pytest.raises(ValueError, match="expected equal leaves for a"):
+        ft.export.params(path, dtypes, rename=tied)
+    ft.export.params(path, {"x": ones * jnp.nan, "y": ones * jnp.nan}, rename=tied)
 
 
 def test_stars_take_as_little_as_they_can_and_never_two_meanings(tmp_path) -> None:

@@ -1,6 +1,7 @@
 """Arrays in safetensors files: read by the library that others use, and back."""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 import safetensors.numpy
 
 import functrain as ft
+from tests import fork_server
 from tests.checkpoint.test_disk import no_room
 from tests.conftest import digest
 
@@ -73,6 +75,73 @@ def test_a_file_is_replaced_only_when_asked_and_never_by_half_a_one(tmp_path) ->
     assert safetensors.numpy.load_file(path)["w"][0] == 1
     ft.export.params(path, {"w": jnp.zeros(2)}, overwrite=True)
     assert safetensors.numpy.load_file(path)["w"][0] == 0
+
+
+KILLED = """
+import itertools, os, signal, sys
+import numpy as np
+import functrain as ft
+
+def export(place, value, shard_bytes):
+    arrays = {f"w{i}": np.full(4, value, np.float32) for i in range(6)}
+    how = {"shard_bytes": int(shard_bytes) or None, "overwrite": True}
+    ft.export.params(f"{place}/model.safetensors", arrays, **how)
+
+def die_at(moment):
+    left = iter(range(moment))
+    for name in ("fsync", "remove", "replace"):
+        def act(*args, method=getattr(os, name)):
+            if next(left, None) is None:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return method(*args)
+        setattr(os, name, act)
+
+for moment in itertools.count():
+    child = os.fork()
+    if not child:
+        place = os.path.join(sys.argv[1], str(moment))
+        export(place, 1, sys.argv[2])
+        die_at(moment)
+        export(place, 2, sys.argv[3])
+        os._exit(0)
+    if os.waitpid(child, 0)[1] != signal.SIGKILL:
+        break
+"""
+
+
+@pytest.mark.parametrize("sizes", ["0 16", "16 0", "16 16", "16 32"])
+def test_a_kill_at_any_moment_leaves_the_old_model_the_new_one_or_an_error(tmp_path, sizes) -> None:
+    command = [sys.executable, "-c", KILLED, tmp_path, *sizes.split()]
+    fork_server.run(command, check=True)
+    found = []
+    like = {f"w{i}": np.zeros(4, np.float32) for i in range(6)}
+    for moment in range(len(list(tmp_path.iterdir()))):
+        try:
+            warm = ft.warm_start(like, tmp_path / str(moment))
+        except (ft.CheckpointCorruptError, ft.CheckpointMismatchError):
+            found.append("error")
+        else:
+            assert warm.missing == ()
+            (value,) = {float(x) for leaf in warm.state.values() for x in leaf}
+            found.append(value)
+    # While files are written, the old model stays.
+    assert (found[0], found[-1], len(found) > 4) == (1, 2, True)
+    assert found == sorted(found, key=[1, "error", 2].index)
+
+
+@pytest.mark.parametrize("fails", ["a leaf was donated", "the disk is full"])
+def test_a_failed_export_leaves_the_old_files(tmp_path, fails) -> None:
+    path, arrays = tmp_path / "model.safetensors", {"a": jnp.ones(40), "b": jnp.ones(40)}
+    ft.export.params(path, arrays, shard_bytes=160)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(before) == 3
+    donated = fails == "a leaf was donated"
+    later = {"a": jnp.zeros(40), "b": jnp.zeros(40 if donated else 4000)}
+    if donated:
+        later["b"].delete()
+    with no_room(4000), pytest.raises(ValueError if donated else OSError):
+        ft.export.params(path, later, shard_bytes=160, overwrite=True)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("params", [{"w": jnp.ones(2, jnp.int4)}, {"w": jax.random.key(0)}])
