@@ -3,6 +3,8 @@
 This is the only module from which `bridge` imports private names; a test checks that.
 """
 
+from functrain.checkpoint._files import resolve_path as resolve_path
+from functrain.checkpoint._orbax import find_items as find_items
 from functrain.checkpoint._sources import open_arrays as open_arrays
 from functrain.common import _tree
 from functrain.common._checks import is_number as is_number

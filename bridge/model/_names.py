@@ -109,6 +109,47 @@ def numbered_alike(paths: Iterable[Path]) -> dict[Path, Path]:
     }
 
 
+def stable_paths(paths: Iterable[Path], classes: Collection[str]) -> dict[Path, Path]:
+    """Returns the given paths by paths without the numbers that Keras gives to unnamed layers.
+
+    The name of such a layer begins with the name of its class. Here it is counted from the first
+    of its class, beside the numbers of all of these.
+
+    Args:
+      paths: The paths of variables.
+      classes: The names that Keras derives from the classes of layers.
+
+    Examples:
+      >>> paths = [("dense_7", "bias"), ("dense_8", "bias"), ("out_2", "bias")]
+      >>> list(stable_paths(paths, ["dense"]))
+      [('dense 0 of 0, 1', 'bias'), ('dense 1 of 0, 1', 'bias'), ('out_2', 'bias')]
+    """
+    paths = list(paths)
+    numbers: dict[tuple[Path, str], set[int]] = defaultdict(set)
+    for path in paths:
+        for depth, name in enumerate(path):
+            numbers[path[:depth], _NUMBER_AT_END.sub("", name)].add(_number_at_end(name))
+
+    def stable_name(parent: Path, name: str) -> str:
+        cls = _NUMBER_AT_END.sub("", name)
+        if cls not in classes:
+            return name
+        first, *_ = members = sorted(numbers[parent, cls])
+        # Other gaps, such as those of a user's own `dense_2`, do not tell which layer is which.
+        places = ", ".join(str(number - first) for number in members)
+        return f"{cls} {_number_at_end(name) - first} of {places}"
+
+    return {tuple(stable_name(path[:i], x) for i, x in enumerate(path)): path for path in paths}
+
+
+_NUMBER_AT_END = re.compile(r"_(\d+)$")
+
+
+def _number_at_end(name: str) -> int:
+    match = _NUMBER_AT_END.search(name)
+    return int(match[1]) if match else 0
+
+
 _NUMBER = re.compile(r"_(\d+)(?=_|$)")
 
 

@@ -15,7 +15,14 @@ from bridge import keras_private
 from bridge.model import _names, _variables
 from bridge.model._from_keras import require_built
 from functrain import Rename, WarmStart
-from functrain.internal import PyTree, open_arrays, require_instance
+from functrain.internal import (
+    PyTree,
+    find_items,
+    open_arrays,
+    require,
+    require_instance,
+    resolve_path,
+)
 
 
 def warm_start(
@@ -36,8 +43,8 @@ def warm_start(
     (`dense_1`) are matched in their order if those of a class in the file have the same numbers, or
     numbers that differ by a constant, and are missing otherwise. Only the weights of a `.keras`
     file are read: no layer is built from it, and no Lambda runs. Variables in a checkpoint of
-    `keras.callbacks.OrbaxCheckpoint` are matched by their paths, or in their order if these differ
-    only in the numbers that Keras gives.
+    `keras.callbacks.OrbaxCheckpoint` are matched in the same way by their paths; of a model with
+    the same paths but for the numbers that Keras gives, in their order.
 
     Args:
       state: From `create_state`; or any state with such paths.
@@ -53,10 +60,10 @@ def warm_start(
       cast: As for `functrain.warm_start`.
 
     Returns:
-      WarmStart(state, loaded, unused, missing, unchanged, source).
+      WarmStart(state, loaded, transformed, unused, missing, unchanged, source).
 
     Raises:
-      TypeError: `model` is not a keras.Model.
+      TypeError: `model` is not a keras.Model, or `rename` not a function for a file of Keras.
       ValueError: `model` is not built; or any error of `functrain.warm_start`.
 
     Examples:
@@ -75,18 +82,14 @@ def warm_start(
     """
     require_instance("model", model, keras.Model, "a keras.Model")
     require_built(model)
-    path = os.path.expanduser(os.fspath(source))
-    with open_arrays(path) as arrays:
-        if any(name.startswith(_TREES) for name in arrays.specs):
-            state_paths = _paths_in_tree(arrays.specs, model)
-        elif path.lower().endswith((".keras", ".h5", ".hdf5")):
-            stable_names = _stable_names(arrays.specs, arrays.layer_names)
-            saved = _saved_variables(model)
-            pairs = ((name, saved.get(stable)) for name, stable in stable_names.items())
-            state_paths = {name: state_path for name, state_path in pairs if state_path is not None}
-        else:
-            options: Any = {"take": take, "skip": skip, "rename": rename, "cast": cast}
-            return functrain.warm_start(state, path, **options)
+    path = resolve_path(source, "source", is_written=False)
+    options: Any = {"take": take, "skip": skip, "cast": cast}
+    state_paths = _state_paths(path, model)
+    if state_paths is None:
+        return functrain.warm_start(state, path, rename=rename, **options)
+    is_function = rename is None or callable(rename)
+    expected, advice = "a function for a file of Keras", "Its layouts are those of the model."
+    require(is_function, "rename", expected, rename, advice, error=TypeError)
 
     def to_state_path(file_name: str) -> str:
         state_path = state_paths.get(file_name)
@@ -95,7 +98,22 @@ def warm_start(
             return file_name
         return rename(state_path) if callable(rename) else state_path
 
-    return functrain.warm_start(state, path, take=take, skip=skip, rename=to_state_path, cast=cast)
+    return functrain.warm_start(state, path, rename=to_state_path, **options)
+
+
+def _state_paths(path: str, model: keras.Model) -> dict[str, str] | None:
+    """Returns the paths in a state of the arrays that Keras wrote; None if another program did."""
+    if path.lower().endswith((".keras", ".h5", ".hdf5")):
+        with open_arrays(path) as arrays:
+            stable_names = _stable_names(arrays.specs, arrays.layer_names)
+        saved = _saved_variables(model)
+        pairs = ((name, saved.get(stable)) for name, stable in stable_names.items())
+        return {name: state_path for name, state_path in pairs if state_path is not None}
+    if not find_items(path):
+        return None
+    with open_arrays(path) as arrays:
+        is_of_keras = any(name.startswith(_TREES) for name in arrays.specs)
+        return _paths_in_tree(arrays.specs, model) if is_of_keras else None
 
 
 # The trees of variables that Keras's OrbaxCheckpoint saves.
@@ -106,7 +124,7 @@ def _paths_in_tree(names: Iterable[str], model: keras.Model) -> dict[str, str]:
     """Returns the path in a state of each variable in a checkpoint of Keras's OrbaxCheckpoint.
 
     It has variables by their paths, in which Keras numbers unnamed layers over the whole process.
-    If paths differ, but only in these numbers, variables are matched in the order of the numbers.
+    If all paths differ only in these numbers, variables are matched in the order of the numbers.
     """
     in_file = {tuple(x.partition("/")[2].split("/")): x for x in names if x.startswith(_TREES)}
     layout = _variables.layout(model)
@@ -116,11 +134,12 @@ def _paths_in_tree(names: Iterable[str], model: keras.Model) -> dict[str, str]:
         for part, variables in parts.items()
         for path, variable in variables.items()
     }
-    if not in_state.keys() <= in_file.keys():
-        ours, theirs = _names.numbered_alike(in_state), _names.numbered_alike(in_file)
-        if ours.keys() == theirs.keys():
-            return {in_file[theirs[alike]]: in_state[path] for alike, path in ours.items()}
-    return {name: in_state[path] for path, name in in_file.items() if path in in_state}
+    ours, theirs = _names.numbered_alike(in_state), _names.numbered_alike(in_file)
+    if ours.keys() != theirs.keys():
+        classes = {_names.snake(type(x)) for x in keras_private.layers.all_layers(model)}
+        ours, theirs = (_names.stable_paths(x, classes) for x in (in_state, in_file))
+    common = [path for path in ours if path in theirs]
+    return {in_file[theirs[path]]: in_state[ours[path]] for path in common}
 
 
 def _stable_names(names: Iterable[str], layers: Mapping[str, str]) -> dict[str, str]:

@@ -184,3 +184,66 @@ def test_the_checkpoint_of_kerass_callback_fills_a_keras_model(tmp_path) -> None
     }
     bridge.to_keras(warm.state, model)
     np.testing.assert_array_equal(model.predict(x, verbose=0), trained.predict(x, verbose=0))
+
+
+def saved(path, model, **options):
+    """Trains a model for a step, with a checkpoint of Keras's callback."""
+    model.compile("adam", "mse")
+    callback = keras.callbacks.OrbaxCheckpoint(str(path), save_freq="epoch", **options)
+    model.fit(np.ones((2, 3)), np.ones((2, 2)), verbose=0, callbacks=[callback])
+    return model
+
+
+def dense(*widths, name=None):
+    return keras.Sequential([keras.Input((3,)), *map(keras.layers.Dense, widths)], name=name)
+
+
+def nested():
+    return keras.Sequential([keras.Input((3,)), dense(4, 4), keras.layers.Dense(2)])
+
+
+def shared():
+    inputs, layer = keras.Input((3,)), keras.layers.Dense(3)
+    return keras.Model(inputs, keras.layers.Dense(2)(layer(layer(inputs))))
+
+
+def warm(path, model):
+    return bridge.warm_start(bridge.create_state(model, optax.adam(1e-3)), path, model)
+
+
+@pytest.mark.parametrize("create", [nested, shared])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_layers_within_layers_and_shared_ones_are_found(
+    tmp_path, monkeypatch, create, weights_only
+) -> None:
+    trained = saved(tmp_path / "run", create(), save_weights_only=weights_only)
+    monkeypatch.chdir(tmp_path)
+    model = create()
+    bridge.to_keras(warm("run", model).state, model)
+    for ours, theirs in zip(model.weights, trained.weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_unnamed_layers_of_another_architecture_are_not_matched_by_their_numbers(tmp_path) -> None:
+    keras.utils.clear_session()
+    saved(tmp_path / "run", dense(3, 3, 2))
+    keras.utils.clear_session()
+    keras.layers.Dense(1)
+    # dense_1 and dense_2, as the last two of the three in the file.
+    with pytest.raises(ft.CheckpointMismatchError, match="expected leaves to take"):
+        warm(tmp_path / "run", dense(3, 2))
+
+
+def test_named_layers_of_a_larger_model_are_found(tmp_path) -> None:
+    def create(*more):
+        named = [keras.layers.Dense(3, name="block_1"), keras.layers.Dense(2, name="head")]
+        return keras.Sequential([keras.Input((3,)), *more, *named])
+
+    trained, model = (
+        saved(tmp_path / "run", create()),
+        create(keras.layers.Dense(3, name="block_0")),
+    )
+    report = warm(tmp_path / "run", model)
+    assert report.missing == ("params/block_0/bias", "params/block_0/kernel")
+    kernel = report.state.params["block_1"]["kernel"]
+    np.testing.assert_array_equal(kernel, trained.get_layer("block_1").kernel)

@@ -222,3 +222,24 @@ def test_a_file_with_a_lambda_is_read_and_its_code_is_not(tmp_path) -> None:
         keras.saving.load_model(tmp_path / "old.keras")
     warm = warm_start(model, tmp_path / "old.keras")
     np.testing.assert_array_equal(warm.state.params["d"]["kernel"], old.weights[0].value)
+
+
+def test_sources_that_are_not_of_keras_are_read_as_without_a_model(tmp_path) -> None:
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="head")])
+    state = bridge.create_state(model, optax.adam(1e-3))
+    with ft.Checkpointer(tmp_path / "run") as checkpoints:
+        checkpoints.save(state, 1)
+    ft.export.params(tmp_path / "a.safetensors", state)
+    for source in (tmp_path / "run", tmp_path / "a.safetensors"):
+        assert len(bridge.warm_start(state, source, model).loaded) == 2
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        bridge.warm_start(state, tmp_path / "nowhere", model)
+
+
+def test_rules_for_a_file_of_keras_are_refused(tmp_path) -> None:
+    model = keras.Sequential([keras.Input((3,)), layers.Dense(2, name="head")])
+    model.save(tmp_path / "a.keras")
+    rules = [ft.Rename("head/kernel", "params/head/kernel")]
+    state = bridge.create_state(model, optax.adam(1e-3))
+    with pytest.raises(TypeError, match="rename: expected a function for a file of Keras"):
+        bridge.warm_start(state, tmp_path / "a.keras", model, rename=rules)
