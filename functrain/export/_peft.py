@@ -4,16 +4,26 @@ import dataclasses
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from functrain.checkpoint._rename import Rename, Target, find_targets, parse_layout
-from functrain.common._checks import require
+from functrain.checkpoint._rename import (
+    Rename,
+    Target,
+    find_targets,
+    parse_layout,
+    require_rules,
+)
+from functrain.common import _tree
+from functrain.common._checks import require, require_no_problems
+from functrain.common._types import PyTree
 from functrain.export._atomic import require_free, write_together
 from functrain.export._params import numbers_by_path, targets_of, write
 from functrain.model._freeze import FrozenState
 from functrain.step._state import TrainState
 
 _PREFIX = "base_model.model."
+_ADAPTER_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
 def peft(
@@ -28,8 +38,10 @@ def peft(
     """Writes the trained params of a model of `functrain.lora` as an adapter of PEFT.
 
     ``peft.PeftModel.from_pretrained(model, directory)`` adds it to the model whose names the rules
-    have. Adapters become `lora_A` and `lora_B`, and params that are trained whole those of
-    `modules_to_save`.
+    have. Adapters become `lora_A` and `lora_B`, those of leaves that are called `embedding` or
+    `embeddings` `lora_embedding_A` and `lora_embedding_B`, and params that are trained whole those
+    of `modules_to_save`, beside the frozen ones of these modules. PEFT adapts the lookups in a
+    table, but not the products with it, which a tied head has.
 
     Args:
       directory: Gets `adapter_model.safetensors` and `adapter_config.json`.
@@ -46,8 +58,8 @@ def peft(
     Raises:
       FileExistsError: One of the files exists, and `overwrite` is False.
       TypeError: `state` is not a TrainState of a model of `functrain.lora`.
-      ValueError: A param has no rule, adapters have several ranks, or an adapter does not divide
-        its matrix as the file does.
+      ValueError: A param has no rule, adapters have several ranks, an adapter does not divide its
+        matrix as the file does, or a module has an adapter and a param that is trained whole.
 
     References:
       https://huggingface.co/docs/peft/developer_guides/checkpoint
@@ -63,14 +75,19 @@ def peft(
       ...     print(sorted(os.listdir(folder)))
       ['adapter_config.json', 'adapter_model.safetensors']
     """
-    is_lora = isinstance(getattr(state, "model_state", None), FrozenState)
+    model_state: Any = getattr(state, "model_state", None)
+    is_lora = isinstance(model_state, FrozenState) and model_state.lora_scale is not None
     require(is_lora, "state", "a TrainState of a model of ft.lora", state, error=TypeError)
     paths = [os.path.join(directory, f"adapter_{x}") for x in ("model.safetensors", "config.json")]
     weights, config = (require_free(path, overwrite=overwrite) for path in paths)
-    leaves = numbers_by_path({"params": state.params})
-    targets = targets_of(leaves, peft_rules(rename))
-    adapted = [x for x in targets if ".lora_A." in x.names[0]]
+    rules = peft_rules(rename)
+    leaves = _add_frozen(numbers_by_path({"params": state.params}), model_state.frozen, rules)
+    targets = targets_of(leaves, rules)
+    adapted = [x for x in targets if _ADAPTER_A.search(x.names[0])]
     whole = [x for x in targets if ".lora_" not in x.names[0]]
+    both = sorted({*_modules(adapted)} & {*_modules(whole)})
+    advice = "Train only one of the two."
+    require_no_problems("state", both, "modules with adapters, or trained whole", advice)
     ranks = {leaves[x.paths[0]].shape[-1] for x in adapted}
     require(len(ranks) == 1, "state", "adapters of one rank", sorted(ranks))
     rank, scale = ranks.pop(), float(state.model_state.lora_scale)
@@ -83,7 +100,7 @@ def peft(
         "lora_alpha": float(f"{scale * rank:.6g}"),  # the scale is a float32
         "target_modules": _modules(adapted),
         "modules_to_save": _modules(whole) or None,
-        "fan_in_fan_out": any(_keeps_order(x.rule) for x in find_targets(matrices, rename)),
+        "fan_in_fan_out": any(map(_keeps_order, find_targets(matrices, rename))),
         "bias": "none",
         "inference_mode": True,
     }
@@ -98,6 +115,23 @@ def _modules(targets: Iterable[Target]) -> list[str]:
     """Returns the names of the modules that arrays of adapters or params belong to."""
     names = (name.removeprefix(_PREFIX) for target in targets for name in target.names)
     return sorted({re.sub(r"(\.lora_[AB])?\.\w+$", "", name) for name in names})
+
+
+def _add_frozen(
+    leaves: Mapping[str, Any], frozen: PyTree, rules: Sequence[Rename]
+) -> dict[str, Any]:
+    """Adds the frozen params of modules with params that are trained whole: PEFT wants them all."""
+    whole = [x for x in find_targets(leaves, rules) if ".lora_" not in x.names[0]]
+    parents = {os.path.dirname(path) for target in whole for path in target.paths}
+    base = dict(_tree.leaves_with_path({"params": frozen}))
+    beside = {path: x for path, x in base.items() if os.path.dirname(path) in parents}
+    added = [x for x in find_targets(beside, rules) if {*_modules([x])} <= {*_modules(whole)}]
+    return {**leaves, **{path: beside[path] for target in added for path in target.paths}}
+
+
+def _is_table(path: str) -> bool:
+    """Returns True for an embedding, as flax and Keras call it."""
+    return path.rpartition("/")[2] in ("embedding", "embeddings")
 
 
 def peft_rules(rename: Sequence[Rename]) -> list[Rename]:
@@ -116,15 +150,16 @@ def peft_rules(rename: Sequence[Rename]) -> list[Rename]:
       base_model.model.head.weight, params/kernel, (h d) i -> i h d
     """
     found = []
-    for rule in rename:
+    for rule in require_rules(rename):
         axes = _inputs_and_outputs(rule)
         file, path = rule.files[0], rule.states[0]
         if axes is not None:
             module = _PREFIX + file.removesuffix(".weight")
             inputs, outputs = map(" ".join, axes)
-            a = Rename(f"{module}.lora_A.weight", f"{path}/a", f"r ({inputs}) -> {inputs} r")
-            b = Rename(f"{module}.lora_B.weight", f"{path}/b", f"({outputs}) r -> r {outputs}")
-            found += [a, b]
+            name = "lora_embedding_{}" if _is_table(path) else "lora_{}.weight"
+            a, b = (f"{module}.{name.format(x)}" for x in "AB")
+            found.append(Rename(a, f"{path}/a", f"r ({inputs}) -> {inputs} r"))
+            found.append(Rename(b, f"{path}/b", f"({outputs}) r -> r {outputs}"))
         names = [_PREFIX + name for name in rule.files]
         found.append(dataclasses.replace(rule, file=names if len(names) > 1 else names[0]))
     return found
@@ -145,7 +180,9 @@ def _inputs_and_outputs(rule: Rename) -> tuple[tuple[str, ...], tuple[str, ...]]
     return (second, first) if layout.axes == second + first else None
 
 
-def _keeps_order(rule: Rename) -> bool:
+def _keeps_order(matrix: Target) -> bool:
     """Returns True if a matrix has its inputs first in the file, as in a Conv1D of GPT-2."""
-    layout, axes = parse_layout(rule.layout), _inputs_and_outputs(rule)
-    return axes is not None and (layout is None or layout.groups[0] == axes[0])
+    layout, axes = parse_layout(matrix.rule.layout), _inputs_and_outputs(matrix.rule)
+    if axes is None or _is_table(matrix.paths[0]):
+        return False
+    return layout is None or layout.groups[0] == axes[0]

@@ -122,6 +122,8 @@ def of_modules(rule):
     ("family", "patterns", "train"),
     [
         (gpt2, ["h_*/*/kernel"], ()),
+        (gpt2, ["h_*/*/kernel", "wpe/embedding"], "h_*/ln_1/scale"),
+        (llama, ["embed_tokens/embedding", "layers_*/q_proj/kernel"], "norm/scale"),
         (llama, ["layers_*/[qvo]_proj/kernel", "layers_*/up_proj/kernel"], ()),
         (vit, ["layer_*/attention/kernel", "layer_*/output/kernel"], "classifier/**"),
     ],
