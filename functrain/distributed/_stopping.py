@@ -1,9 +1,10 @@
-"""Agreement of the processes of a run on the event after which it stops.
+"""Agreement of the processes of a run on the events at which it is saved, and stops.
 
 Each process counts the events at which a run can stop. A process that wants to stop posts the
 number of its event, and waits. Every other process answers with the number of the first event at
 which it can still stop. All continue to the largest of these numbers, and stop there. If all
 processes stop at the same event, as hooks do that see the same values, none takes an extra step.
+For a save that only one process asks for, by its clock or a signal, they agree in the same way.
 """
 
 import contextlib
@@ -30,8 +31,23 @@ _run_numbers = itertools.count()
 _open_runs: "set[StopAgreement]" = set()
 
 
+class _Agreed:
+    """An event that the processes agree on.
+
+    Attributes:
+      name: The name under which they post their answers.
+      answer: The first event that suits this process; None as long as it was not asked.
+      event: The event; None as long as they have not agreed, infinity if there will be none.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.answer: int | None = None
+        self.event: float | None = None
+
+
 class StopAgreement:
-    """Context manager of a run of several processes, in which they agree on its last event.
+    """Context manager of a run of several processes, in which they agree on events.
 
     It also ends this process if another one has left the run while this one waits for it.
 
@@ -44,8 +60,7 @@ class StopAgreement:
         self.started = self.dispatched = 0
         self._process = jax.process_index()
         self._passed_events = 0  # events after which this process has not stopped
-        self._answer: int | None = None  # the first event at which this process can stop
-        self._last_event: float | None = None  # the event at which all stop
+        self._stop, self._save, self._saves = _Agreed("stop"), _Agreed("save-0"), 0
         # Reentrant: the garbage collector may close an abandoned run within any of these methods.
         self._lock = threading.RLock()
         self._is_closed = threading.Event()
@@ -81,18 +96,39 @@ class StopAgreement:
         with self._lock:
             event = self._passed_events + 1
             if wants_to_stop:
-                self._give_answer(event)
+                self._give_answer(self._stop, event)
             self._passed_events = event
-        if self._answer is not None and self._last_event is None:
-            self._last_event = self._wait_for_answers()
-        return self._last_event is not None and event >= self._last_event
+        return self._has_come(self._stop)
 
-    def _wait_for_answers(self) -> float:
+    def is_save(self, wants_to_save: bool) -> bool:
+        """Returns True if all processes save after this event. Each calls it after `is_last`.
+
+        Args:
+          wants_to_save: True if this process has a reason to save here.
+        """
+        with self._lock:
+            if wants_to_save:
+                self._give_answer(self._save, self._passed_events)
+        has_come = self._has_come(self._save)
+        if has_come:
+            with self._lock:
+                self._saves += 1
+                self._save = _Agreed(f"save-{self._saves}")
+            if self._process == 0 and self._saves > 1:
+                _coordination.remove(f"{self._folder}/save-{self._saves - 2}")
+        return has_come
+
+    def _has_come(self, agreed: _Agreed) -> bool:
+        if agreed.answer is not None and agreed.event is None:
+            agreed.event = self._wait_for_answers(agreed)
+        return agreed.event is not None and self._passed_events >= agreed.event
+
+    def _wait_for_answers(self, agreed: _Agreed) -> float:
         """Returns the largest answer; infinity if a process reached the end without one."""
         while True:
             # In this order, since a process posts its answer before it leaves.
             steps_at_exit = self._read("left")
-            answers = self._read("stop")
+            answers = self._read(agreed.name)
             if len(answers | steps_at_exit) == jax.process_count():
                 reached_end = steps_at_exit.keys() - answers.keys()
                 return math.inf if reached_end else max(answers.values())
@@ -106,22 +142,23 @@ class StopAgreement:
     def _post(self, kind: str, number: int) -> None:
         _coordination.put(f"{self._folder}/{kind}/{self._process}", number)
 
-    def _give_answer(self, event: int) -> None:
-        if self._answer is None:
-            self._post("stop", event)
-            self._answer = event
+    def _give_answer(self, agreed: _Agreed, event: int) -> None:
+        if agreed.answer is None:
+            self._post(agreed.name, event)
+            agreed.answer = event
 
     def _answer_others(self) -> None:
-        """Answers a process that wants to stop, and ends this one if it waits for one that left."""
+        """Answers processes that ask, and ends this one if it waits for one that left."""
         # In a thread, because the thread that trains may be waiting for a program that the stopping
         # process has not started. So training itself costs nothing: no program, no message.
         while not self._is_closed.wait(_POLL_INTERVAL):
             # The service may fail to answer once. If it has ended, JAX ends the process.
             with contextlib.suppress(RuntimeError):
-                is_asked = bool(self._read("stop"))
-                with self._lock:
-                    if is_asked and not self._is_closed.is_set():
-                        self._give_answer(self._passed_events + 1)
+                for agreed in (self._stop, self._save):
+                    is_asked = bool(self._read(agreed.name))
+                    with self._lock:
+                        if is_asked and not self._is_closed.is_set():
+                            self._give_answer(agreed, self._passed_events + 1)
                 steps_at_exit = self._read("left")
                 is_behind = min(steps_at_exit.values(), default=math.inf) < self.started
                 if is_behind and not self._is_closed.wait(LEAVE_TIMEOUT):

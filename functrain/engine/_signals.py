@@ -15,6 +15,8 @@ import jax
 # processes, and one higher at each call, across all runs of a process.
 _call_numbers = itertools.count(1)
 
+_SIGUSR1: int | None = getattr(signal, "SIGUSR1", None)  # not on Windows
+
 
 class DeferredSignals:
     """Context manager: defers the first Ctrl-C or SIGTERM; a second one is handled at once.
@@ -25,6 +27,8 @@ class DeferredSignals:
 
     If an `Exception` is raised while a signal is pending, the signal is handled instead of it: the
     error may be its consequence, since Ctrl-C also ends the workers of a data loader.
+
+    SIGUSR1, which would end the process, asks for a save if there is a checkpointer.
 
     A block within a hook of a run handles the Ctrl-C that the run has deferred. Only a fit does so
     if the run has a checkpointer: the run waits for a pass, and saves itself then.
@@ -43,6 +47,7 @@ class DeferredSignals:
         self._handlers: dict[int, Any] = {}
         # The number of the signal that waits to be handled.
         self.pending: int | None = None
+        self.asks_for_save = False
         self._is_over = False
         # Only a handler of Python's is replaced by a block, so that of the outermost is in place.
         owner = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
@@ -74,6 +79,8 @@ class DeferredSignals:
             is_deferred = callable(handler) and self._kind != "run"
         if is_deferred:
             self._handlers[signal.SIGTERM] = handler
+        if self._saves and _SIGUSR1 and signal.getsignal(_SIGUSR1) is signal.SIG_DFL:
+            self._handlers[_SIGUSR1] = signal.SIG_DFL
         for number in self._handlers:
             signal.signal(number, self._defer)
         return self
@@ -145,6 +152,9 @@ class DeferredSignals:
         handler(number, frame)
 
     def _defer(self, number: int, frame: FrameType | None) -> None:
+        if number == _SIGUSR1:
+            self.asks_for_save = True
+            return
         if self.pending is not None or self._is_over:
             self._handle(number, frame)
             return

@@ -127,7 +127,11 @@ class At(_Decorator):
 
 
 def every(
-    *, steps: int | None = None, epochs: int | None = None, seconds: float | None = None
+    *,
+    steps: int | None = None,
+    epochs: int | None = None,
+    seconds: float | None = None,
+    minutes: float | None = None,
 ) -> Every:
     """Returns a trigger that is due at regular intervals.
 
@@ -138,6 +142,7 @@ def every(
       steps: Due after every `steps` steps of the run.
       epochs: Due at the end of every `epochs` epochs.
       seconds: Due at the end of the chunk in which this time has passed.
+      minutes: As `seconds`.
 
     Returns:
       A trigger for a hook's `every`, or for `run(boundaries=...)`. It is a decorator as well:
@@ -156,15 +161,15 @@ def every(
       >>> report.every.due(step=10, epoch=4, seconds=0.0)
       True
     """
-    units = {"steps": steps, "epochs": epochs, "seconds": seconds}
+    units = {"steps": steps, "epochs": epochs, "seconds": seconds, "minutes": minutes}
     passed = {name: value for name, value in units.items() if value is not None}
-    require(len(passed) == 1, "every", "one of steps, epochs and seconds", passed or None)
+    require(len(passed) == 1, "every", "one of steps, epochs, seconds and minutes", passed or None)
     ((name, value),) = passed.items()
-    if name == "seconds":
-        require(is_positive(value), "every", "a positive, finite number of seconds", value)
+    if name in ("seconds", "minutes"):
+        require(is_positive(value), "every", f"a positive, finite number of {name}", value)
     else:
         require(is_integer(value, 1), "every", f"a positive whole number of {name}", value)
-    return Every(steps, epochs, seconds)
+    return Every(steps, epochs, seconds if minutes is None else 60 * minutes)
 
 
 def as_trigger(every: Any, default: Trigger) -> Trigger:

@@ -319,8 +319,9 @@ class Loop:
         if self._epoch_is_over and self.position.epoch + 1 >= self.epochs:
             return True
         if (saving := self.saving) is not None:
+            is_due = saving.is_due(event, self.signals, self.stopping)
             is_asked_to_end = saving.is_asked_to_end(self.signals)
-            if is_asked_to_end or saving.is_due(event):
+            if is_asked_to_end or is_due:
                 self._save(event.values, self._trees_to_save())
             if is_asked_to_end:
                 saving.end(self.signals)

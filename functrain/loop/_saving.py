@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._processes import is_multiprocess
 from functrain.checkpoint._processes import main_group as processes
@@ -15,6 +17,8 @@ from functrain.common._log_values import split_members
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
 from functrain.data._batches import Batches
+from functrain.distributed import _coordination
+from functrain.distributed._stopping import StopAgreement
 from functrain.engine._placement import abstract_on_mesh
 from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals, has_preemption_service, is_time_to_end
@@ -38,7 +42,7 @@ class Saving:
 
     Raises:
       TypeError: `checkpointer` is not a Checkpointer.
-      ValueError: It depends on the time, and there are several processes, whose clocks differ.
+      ValueError: It depends on the time, and there are several processes that cannot agree.
     """
 
     def __init__(
@@ -52,10 +56,11 @@ class Saving:
         expected = "a functrain.Checkpointer"
         require_instance("checkpointer", checkpointer, Checkpointer, expected, advice)
         self.trigger = checkpointer.every
-        # All processes must save at the same step, and their clocks differ.
-        is_valid = getattr(self.trigger, "seconds", None) is None or not is_multiprocess()
-        expected = "every=functrain.every(steps=...) or epochs= in several processes"
-        require(is_valid, "checkpointer", expected, checkpointer)
+        # All processes must save at the same step. Their clocks differ: that of the first counts.
+        self._is_by_clock = getattr(self.trigger, "seconds", None) is not None
+        can_agree = not is_multiprocess() or _coordination.is_available()
+        expected = "every=functrain.every(steps=...) or epochs= in processes without JAX's service"
+        require(can_agree or not self._is_by_clock, "checkpointer", expected, checkpointer)
         self._checkpointer, self._batches, self._parts = checkpointer, batches, parts
         self._losses = losses
         self._is_to_end = False
@@ -86,12 +91,20 @@ class Saving:
         )
         return self._resumed
 
-    def is_due(self, event: Event) -> bool:
-        """Returns True if the run should be saved after an event."""
+    def is_due(
+        self, event: Event, signals: DeferredSignals, stopping: StopAgreement | None
+    ) -> bool:
+        """Returns True if the run should be saved after an event; call it once after each event."""
         step, epoch, _ = event.position
         epochs = epoch + 1 if isinstance(event, EpochEnd) else None
         is_due = self.trigger.due(step, epochs, time.perf_counter() - self._last_save_time)
-        return is_due or (epochs is not None and self._checkpointer._is_improved(event.values))
+        is_asked, signals.asks_for_save = signals.asks_for_save, False
+        if stopping is not None:
+            wants_to_save = is_asked or (self._is_by_clock and is_due and jax.process_index() == 0)
+            is_asked = stopping.is_save(wants_to_save)
+            is_due = is_due and not self._is_by_clock
+        is_improved = epochs is not None and self._checkpointer._is_improved(event.values)
+        return is_due or is_asked or is_improved
 
     def save(
         self,

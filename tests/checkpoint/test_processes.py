@@ -239,12 +239,67 @@ def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.
     assert second[23].startswith("CheckpointCorruptError ./one: expected the bytes of")
     assert first[23].startswith("OtherProcessError process 1 failed: CheckpointCorruptError: ./one")
     assert first[24] == "([3.0], [3, 3, 3], True)"
-    assert first[25].startswith("ValueError checkpointer: expected every=functrain.every(steps=")
+    assert first[25] == "done None"
     assert first[26].startswith("ValueError data: expected the same batches in every process")
     differing = (2, *range(8, 21), 23)  # who failed, and who was told
     same = [[line for i, line in enumerate(x) if i not in differing] for x in (first, second)]
     assert same[0] == same[1]
-    assert sorted(os.listdir(tmp_path)) == ["one", "run", "run0", "small"]
+    assert sorted(os.listdir(tmp_path)) == ["clock", "one", "run", "run0", "small"]
+
+
+WHENEVER = """
+import os, sys, time
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+import jax, jax.numpy as jnp, functrain as ft
+
+ft.distributed.initialize()
+rows = jax.NamedSharding(ft.sharding.mesh({"data": 2}), jax.P("data"))
+
+def wait(event):
+    if isinstance(event, ft.events.ChunkEnd):
+        print("step", event.step, flush=True)
+        # The processes are not at the same step at the same time.
+        time.sleep(0.02 * (1 + (event.step + jax.process_index()) % 2))
+
+def step(w, x):
+    return w + jnp.mean(x), {}
+
+every = ft.every(seconds=0.4) if sys.argv[2] == "clock" else ft.every(minutes=10)
+checkpoints = ft.Checkpointer(sys.argv[1], every=every, keep=None)
+options = {"sharding": rows, "checkpointer": checkpoints, "fuse": 2, "verbose": 0}
+w, _ = ft.fit(jnp.zeros(()), step, [jnp.ones(4)] * 120, hooks=[wait], **options)
+print("ends", float(w), checkpoints.steps())
+"""
+
+
+def test_a_clock_of_one_process_saves_in_all(tmp_path: pathlib.Path) -> None:
+    program = ["-c", WHENEVER]
+    first, second = said(ended(start(2, program, str(tmp_path / "run"), "clock")), "ends")
+    assert first == second
+    assert first.startswith("ends 120.0 [")
+    assert first.count(",") > 2  # 60 chunks of 30 ms each, and 0.4 s between saves
+    steps = [int(x) for x in first.partition("[")[2].rstrip("]").split(",")]
+    for checkpoint in steps:
+        assert float(ft.load(tmp_path / "run" / f"{checkpoint:012d}", np.float32(0))) == checkpoint
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_signal_to_one_process_saves_in_all_which_go_on(
+    tmp_path: pathlib.Path, asked: int
+) -> None:
+    started = start(2, ["-c", WHENEVER], str(tmp_path / "run"), "signal")
+    stream = started[asked].stdout
+    assert stream is not None
+    for line in stream:
+        if line in ("step 20\n", "step 60\n"):
+            started[asked].send_signal(signal.SIGUSR1)
+        if line.startswith("step 90"):
+            break
+    first, second = said(ended(started), "ends")
+    assert first == second
+    steps = [int(x) for x in first.partition("[")[2].rstrip("]").split(",")]
+    assert len(steps) == 3
+    assert 20 <= steps[0] < 60 <= steps[1] < 120 == steps[2]
 
 
 APART = """

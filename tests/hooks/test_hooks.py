@@ -110,7 +110,7 @@ def test_values_that_hooks_add_are_in_the_history() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ft.every(steps=3, epochs=1), "expected one of steps, epochs and seconds, got"),
+        (lambda: ft.every(steps=3, epochs=1), "expected one of steps, epochs, seconds and minutes"),
         (lambda: ft.every(seconds=-1), "a positive, finite number of seconds, got -1"),
         (lambda: ft.at(0), "one or more steps from 1 on"),
         (lambda: ft.hooks.Throughput(flops_per_step="3"), "flops_per_step: .* got '3'"),

@@ -117,6 +117,20 @@ def test_sigterm_saves_at_the_end_of_the_chunk_and_ends_with_143(
     assert resumed == straight
 
 
+def test_sigusr1_saves_the_run_which_goes_on(tmp_path: pathlib.Path) -> None:
+    def ask(event: Any) -> None:
+        if event.step == 24:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    checkpointer = ft.Checkpointer(tmp_path, keep=None)
+    state, _ = ft.fit(START, step, Slow(0), checkpointer=checkpointer, fuse=FUSE, hooks=[ask])
+    assert checkpointer.steps() == [24, PER_EPOCH]
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+    straight, _ = ft.fit(START, step, Slow(0), fuse=FUSE)
+    assert digest(state) == digest(straight)
+
+
 def test_a_second_sigterm_ends_the_process_at_once(tmp_path: pathlib.Path) -> None:
     child = begun("fit", tmp_path, 3600.0)  # the chunk will never be over
     assert child.stdout is not None
