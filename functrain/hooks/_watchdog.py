@@ -2,7 +2,6 @@
 
 import dataclasses
 import faulthandler
-import multiprocessing
 import os
 import sys
 import threading
@@ -94,9 +93,10 @@ class Watchdog:
             has_printed = idle > self.seconds
             if self.exits and idle > 2 * self.seconds:
                 self._print("the process ends: no step has ended", 2 * self.seconds)
-                # The workers of a data loader would go on.
-                for child in multiprocessing.active_children():
-                    child.kill()
+                # The workers of a data loader would go on. There are none without this module.
+                if (processes := sys.modules.get("multiprocessing.process")) is not None:
+                    for child in processes.active_children():
+                        child.kill()
                 os._exit(self.STATUS)
 
     def _print(self, what: str, seconds: float) -> None:
