@@ -12,5 +12,6 @@ Files:
   _trigger: schedules by steps, epochs or seconds
   _signals: defers Ctrl-C and SIGTERM until the state is complete
   _guards: context managers that are entered while a step is traced
+  _times: where the time of a run goes
   _cache: the on-disk cache of compiled programs
 """

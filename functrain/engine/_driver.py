@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk
+from functrain.engine import _times
 from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_carry, strong
 from functrain.engine._placement import sharding_of_scalars
@@ -99,7 +100,8 @@ class Driver:
             args = (self.carry, batches, count_on(self._scalars, chunk.steps), *self._const)
             if jax.process_count() > 1:
                 self._compare_program(compiled, args)
-            self.carry, rows, self.done = compiled(*args)
+            with _times.compiling():
+                self.carry, rows, self.done = compiled(*args)
             if self.done is None:
                 # One will do: all results of a program are ready at the same time.
                 self.done = jax.tree.leaves(rows)[0]
@@ -109,6 +111,11 @@ class Driver:
         if len(self._in_flight) > RUN_AHEAD:
             jax.block_until_ready(self._in_flight.popleft())
         return rows
+
+    def is_idle(self) -> bool:
+        """Returns True if no program is running."""
+        arrays = [x for x in jax.tree.leaves(self.done) if isinstance(x, jax.Array)]
+        return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined]  # at run time
 
     def _compare_program(self, compiled: Program, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError unless the other processes are about to run the same program."""

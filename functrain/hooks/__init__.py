@@ -9,6 +9,7 @@ Files:
   _sample: pictures and texts on a schedule
   _profile: a trace of some steps
   _throughput: steps, examples, tokens and operations a second; memory in use
+  _goodput: how the time of a run divides into steps and everything else
   _watchdog: the end of a run that makes no progress, with the stacks of all threads
   _logger: the base class of loggers, which write without waiting for the device
   _text_logs: values as a CSV file, and as JSON lines
@@ -18,6 +19,7 @@ Files:
 
 from functrain.hooks._early_stopping import EarlyStopping as EarlyStopping
 from functrain.hooks._evaluate import Evaluate as Evaluate
+from functrain.hooks._goodput import Goodput as Goodput
 from functrain.hooks._hook import Hook as Hook
 from functrain.hooks._profile import Profile as Profile
 from functrain.hooks._reduce_lr_on_plateau import ReduceLROnPlateau as ReduceLROnPlateau
@@ -34,6 +36,7 @@ __all__ = [
     "CSVLogger",
     "EarlyStopping",
     "Evaluate",
+    "Goodput",
     "Hook",
     "JSONLines",
     "Profile",

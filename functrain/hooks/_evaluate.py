@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from functrain.common._checks import require
+from functrain.engine import _times
 from functrain.engine._placement import ShardingArg
 from functrain.engine._plan import FuseArg
 from functrain.engine._trigger import Every, Trigger, as_trigger
@@ -74,7 +75,8 @@ class Evaluate:
 
     def __call__(self, event: Event, /) -> None:
         """Evaluates the event's state."""
-        values = self.evaluation.measure(event.state)
+        with _times.spent("evaluation"):
+            values = self.evaluation.measure(event.state)
         prefixed = {f"{self.prefix}{name}": value for name, value in values.items()}
         self.require_new(prefixed, event.values)
         event.values |= prefixed

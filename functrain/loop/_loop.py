@@ -13,7 +13,7 @@ from functrain.common import _tree
 from functrain.common._types import PyTree, traits_of
 from functrain.data._batches import Chunk, example_count
 from functrain.distributed._stopping import new_stop_agreement
-from functrain.engine import _placement
+from functrain.engine import _placement, _times
 from functrain.engine._driver import Driver
 from functrain.engine._plan import Plan, chunks, nbytes
 from functrain.engine._position import Position
@@ -196,7 +196,7 @@ class Loop:
             yield from self._yield_event(EpochBegin)
         chunks_of_epoch, self._prepared_chunks = self._prepared_chunks, None
         steps_taken, is_stopped = 0, False
-        for chunk in chunks_of_epoch or self._chunks(self.position):
+        for chunk in self._timed(chunks_of_epoch or self._chunks(self.position)):
             steps_taken += chunk.steps
             is_stopped = yield from self._take_chunk(chunk)
             if is_stopped:
@@ -207,6 +207,15 @@ class Loop:
         if is_stopped and not (is_complete or self.like_keras):
             return True
         return (yield from self._end_epoch(steps_taken, is_stopped))
+
+    def _timed(self, chunks_of_epoch: Iterator[Chunk]) -> Iterator[Chunk]:
+        """Yields the chunks. Their making counts as the time of data if no program is running."""
+        while True:
+            with _times.spent("data", unless=lambda: not self.driver.is_idle()):
+                chunk = next(chunks_of_epoch, None)
+            if chunk is None:
+                return
+            yield chunk
 
     def _take_chunk(self, chunk: Chunk) -> Generator[Event, None, bool]:
         """Dispatches a chunk's program, and yields its event; returns True if the run stops."""
@@ -341,7 +350,9 @@ class Loop:
         # The recorder saves the logs of the last program, too.
         self._pass_logs()
         over = self._epoch_is_over
-        self.saving.save(self.position, values, trees, self.signals, epoch_is_over=over, done=done)
+        with _times.spent("saving"):
+            signals = self.signals
+            self.saving.save(self.position, values, trees, signals, epoch_is_over=over, done=done)
 
     def _with_metrics(self, state: PyTree, metrics: PyTree = None) -> PyTree:
         """Returns the state with metrics if the step has some; by default with empty ones."""

@@ -19,6 +19,7 @@ from functrain.common._warnings import warn
 from functrain.data._batches import Batches
 from functrain.distributed import _coordination
 from functrain.distributed._stopping import StopAgreement
+from functrain.engine import _times
 from functrain.engine._placement import abstract_on_mesh
 from functrain.engine._position import Position
 from functrain.engine._signals import DeferredSignals, has_preemption_service, is_time_to_end
@@ -176,7 +177,7 @@ class Saving:
 
     def close(self, signals: DeferredSignals) -> None:
         """Waits until checkpoints are written, and releases the directory."""
-        with signals.discard_on_error():
+        with signals.discard_on_error(), _times.spent("saving"):
             self._checkpointer.close()
 
     def _check_monitor(self, values: Mapping[str, Any], epoch_is_over: bool) -> None:
