@@ -7,6 +7,7 @@ newest writer of a directory leaves a record in it, and others find it before th
 import contextlib
 import errno
 import functools
+import glob
 import os
 import secrets
 import socket
@@ -77,7 +78,7 @@ class ObjectStore:
         """Returns the names below a path that match a pattern such as ``*/a.json``, sorted."""
         with _store_errors(directory):
             root = self._store._strip_protocol(directory)
-            found = self._store.glob(f"{root}/{pattern}")
+            found = self._store.glob(f"{glob.escape(root)}/{pattern}")
         return sorted(name.removeprefix(root).lstrip("/") for name in found)
 
     def has(self, directory: str, names: list[str]) -> bool:

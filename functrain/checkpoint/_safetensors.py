@@ -1,11 +1,13 @@
 """Reader of safetensors: one file, or several with an index."""
 
 import contextlib
+import functools
 import json
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,8 +32,10 @@ def open_safetensors(path: str) -> Iterator[ArrayFile]:
     expected = f"{path}: expected an intact .safetensors file"
     files = files_at(path)
     with contextlib.ExitStack() as stack:
-        with files.errors(path), corrupt_on(*PARSE_ERRORS, expected=expected):
-            file = stack.enter_context(files.open(path))
+        with corrupt_on(*PARSE_ERRORS, expected=expected):
+            with files.errors(path):
+                opened = stack.enter_context(files.open(path))
+            file = _Input(opened, functools.partial(files.errors, path))
             header, start = _read_header(file)
             dtypes = {name: DTYPES.get(x["dtype"], x["dtype"]) for name, x in header.items()}
             specs = {
@@ -41,10 +45,23 @@ def open_safetensors(path: str) -> Iterator[ArrayFile]:
         def read(name: str, index: Index | None = None) -> np.ndarray:
             offset = start + header[name]["data_offsets"][0]
             dtype = jnp.dtype(dtypes[name])
-            with files.errors(path), corrupt_on(ValueError, expected=expected):
+            with corrupt_on(ValueError, expected=expected):
                 return _read_part(file, offset, dtype, tuple(header[name]["shape"]), index)
 
         yield ArrayFile(specs, read)
+
+
+class _Input:
+    """An open file. The errors of its storage are not those of its content."""
+
+    def __init__(self, file: Any, errors: Callable[[], AbstractContextManager[None]]) -> None:
+        self._file, self._errors = file, errors
+        self.seek = file.seek
+
+    def readinto(self, view: memoryview) -> int:
+        with self._errors():
+            count: int = self._file.readinto(view)
+            return count
 
 
 def _read_header(file: Any) -> tuple[dict[str, Any], int]:

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import io
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import pytest
 import safetensors.numpy
 
 import functrain as ft
+from functrain.checkpoint._errors import ObjectStoreError
 from functrain.checkpoint._safetensors import open_safetensors
 
 ARRAYS = {
@@ -113,6 +115,24 @@ def test_models_are_read_at_urls(tmp_path) -> None:
     np.testing.assert_array_equal(warm.state["a"]["weight"], ARRAYS["a.weight"])
     with pytest.raises(FileNotFoundError, match="memory://nowhere"):
         check("memory://nowhere")
+
+
+def test_damage_and_a_store_that_fails_are_told_apart(tmp_path, monkeypatch) -> None:
+    safetensors.numpy.save_file(ARRAYS, tmp_path / "a.safetensors")
+    content = (tmp_path / "a.safetensors").read_bytes()
+    store = fsspec.filesystem("memory")
+    store.pipe_file("/short.safetensors", content[:-1])
+    with pytest.raises(ft.CheckpointCorruptError, match=r"got \d+\. It is damaged"):
+        check("memory://short.safetensors")
+    store.pipe_file("/whole.safetensors", content)
+
+    class Failing(io.BytesIO):
+        def readinto(self, view):
+            raise OSError("connection reset")
+
+    monkeypatch.setattr(type(store), "open", lambda *_, **__: Failing(content))
+    with pytest.raises(ObjectStoreError, match="connection reset"):
+        check("memory://whole.safetensors")
 
 
 def test_a_protocol_that_fsspec_does_not_know_is_refused() -> None:
