@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import jax
 import numpy as np
@@ -120,12 +120,24 @@ def _open_item(directory: str) -> dict[str, _Array]:
             continue
         keys = [str(key["key"]) for key in entry["key_metadata"]]
         name = ".".join(keys)
-        store: Any = f"{url}/{quote(name)}/"
+        store = _store(f"{url}/{quote(name)}/")
         if metadata.get("use_ocdbt", True):
-            store = {"driver": "ocdbt", "base": f"{url}/", "path": f"{name}/"}
+            store = {"driver": "ocdbt", "base": _store(f"{url}/"), "path": f"{name}/"}
         spec = options | {"kvstore": store, "fill_missing_data_reads": fills}
         path = "/".join(keys)  # as of {"a/b": x, "a": {"b": y}}
         error = CheckpointMismatchError
         require(path not in pending, directory, f"one array at {path}", 2, error=error)
         pending[path] = tensorstore.open(spec, read=True, open=True), impls.get(name)
     return {path: _Array(array.result(), impl) for path, (array, impl) in pending.items()}
+
+
+def _store(url: str) -> Any:
+    """Returns TensorStore's access to a URL."""
+    # TensorStore takes all of boto's settings from the environment but this one.
+    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if not url.startswith("s3://") or not endpoint:
+        return url
+    bucket, _, path = unquote(url).removeprefix("s3://").partition("/")
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    place = {"bucket": bucket, "path": path, "endpoint": endpoint, "aws_region": region}
+    return {"driver": "s3"} | place

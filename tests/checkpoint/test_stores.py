@@ -58,6 +58,9 @@ def bucket(request: pytest.FixtureRequest) -> Iterator[str]:
         "AWS_SECRET_ACCESS_KEY": "secret",
         "AWS_DEFAULT_REGION": "us-east-1",
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
+        # Of TensorStore, which reads Orbax checkpoints.
+        "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",
+        "GOOGLE_AUTH_TOKEN_FOR_TESTING": "token",
         "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # it asks for credentials
     }
     server = subprocess.Popen(
@@ -118,6 +121,47 @@ def test_a_bucket_that_is_missing_is_named(bucket) -> None:
     other = bucket.replace("bucket", "another-bucket")
     with pytest.raises((FileNotFoundError, ObjectStoreError), match="another-bucket"):
         ft.Checkpointer(f"{other}/run").save(LIKE, 1)
+
+
+def test_weights_of_other_programs_are_read(url, tmp_path) -> None:
+    arrays = {f"h.{i}.weight": np.arange(6.0).reshape(2, 3) + i for i in range(5)}
+    like = {f"h_{i}": {"kernel": np.zeros((3, 2))} for i in range(5)}
+    rules = [ft.Rename("h.*.weight", "h_*/kernel", "o i -> i o")]
+    state = {f"h_{i}": {"kernel": arrays[f"h.{i}.weight"].T} for i in range(5)}
+    out = tmp_path / "model" / "model.safetensors"
+    ft.export.params(out, state, rename=rules, shard_bytes=96)
+    np.savez(tmp_path / "weights.npz", **arrays)
+    store = fsspec.filesystem(url.partition("://")[0], skip_instance_cache=True)
+    for file in (*out.parent.iterdir(), tmp_path / "weights.npz"):
+        store.put_file(str(file), f"{url}/{file.relative_to(tmp_path)}")
+    sources = ("model", "model/model.safetensors.index.json", "weights.npz")
+    for warm in [ft.warm_start(like, f"{url}/{x}", rename=rules) for x in sources]:
+        assert warm.missing == warm.unused == ()
+        for name, leaf in state.items():
+            assert np.array_equal(warm.state[name]["kernel"], leaf["kernel"])
+    store.rm_file(f"{url}/model/model-00002-of-00003.safetensors")
+    with pytest.raises(ft.CheckpointCorruptError, match=r"00002-of-00003\.safetensors: missing"):
+        ft.warm_start(like, f"{url}/model", rename=rules)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        ft.warm_start(like, f"{url}/nowhere.safetensors", rename=rules)
+
+
+@pytest.mark.parametrize("ocdbt", [True, False])
+def test_orbax_checkpoints_are_read(url, tmp_path, ocdbt) -> None:
+    ocp = pytest.importorskip("orbax.checkpoint")
+    if ocdbt and url.startswith("gs://"):
+        pytest.skip("the emulation sends no generations of objects, which TensorStore compares")
+    tree = {"a b": np.arange(6.0).reshape(2, 3), "c": {"d": np.ones(2, np.float32)}}
+    with ocp.PyTreeCheckpointer(use_ocdbt=ocdbt) as checkpointer:
+        checkpointer.save(tmp_path / "run" / "7" / "default", tree)
+    store = fsspec.filesystem(url.partition("://")[0], skip_instance_cache=True)
+    for file in tmp_path.rglob("*"):
+        if file.is_file():
+            store.put_file(str(file), f"{url}/{file.relative_to(tmp_path)}")
+    like = {"a b": np.zeros((2, 3)), "c": {"d": np.zeros(2, np.float32)}}
+    warm = ft.warm_start(like, f"{url}/run")
+    assert np.array_equal(warm.state["a b"], tree["a b"])
+    assert np.array_equal(warm.state["c"]["d"], tree["c"]["d"])
 
 
 MULTIPROCESS = """
