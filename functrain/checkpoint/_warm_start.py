@@ -165,8 +165,9 @@ def warm_start(
                 _patterns.require_match("take", pattern, known_paths)
             taken = {path: sources[path] for path in requested if path in sources}
             if not taken:
+                got = "only others" if sources else "none that a rule matches"
                 raise CheckpointMismatchError(
-                    f"{file}: expected leaves to take, such as {requested[:1]}, got only others, "
+                    f"{file}: expected leaves to take, such as {requested[:1]}, got {got}, "
                     f"such as {list(sources or arrays.specs)[:1]}. Pass rename=, a function from "
                     "paths in the file to paths in the state or rules of ft.Rename, or use "
                     "bridge.warm_start for a file of Keras."

@@ -215,6 +215,12 @@ def test_what_is_no_list_of_rules_is_refused(tmp_path, file, rename) -> None:
         ft.export.params(tmp_path / "a.safetensors", {"w": jnp.zeros(2)}, rename=rename)
 
 
+def test_rules_that_match_nothing_are_called_so(file) -> None:
+    rules = [ft.Rename("h.*.bias", "params/block_*/bias")]
+    with pytest.raises(ft.CheckpointMismatchError, match=r"got none that a rule matches, such as"):
+        ft.warm_start(create(), file, rename=rules)
+
+
 def test_axes_of_size_1_come_and_go_and_have_no_other_size(tmp_path) -> None:
     arrays = {"d": np.arange(3, dtype=np.float32), "s": np.array(2, np.float32)}
     safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
