@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
 import functrain as ft
+from tests.checkpoint.test_processes import ended, said, start
 from tests.conftest import digest
 
 ocp = pytest.importorskip("orbax.checkpoint")
@@ -247,3 +248,43 @@ def test_named_layers_of_a_larger_model_are_found(tmp_path) -> None:
     assert report.missing == ("params/block_0/bias", "params/block_0/kernel")
     kernel = report.state.params["block_1"]["kernel"]
     np.testing.assert_array_equal(kernel, trained.get_layer("block_1").kernel)
+
+
+MULTIPROCESS = """
+import sys, jax, jax.numpy as jnp, numpy as np, functrain as ft
+ft.distributed.initialize()
+mesh = ft.sharding.mesh({"data": jax.device_count()})
+rows, columns, everywhere = (
+    jax.NamedSharding(mesh, jax.P(*axes)) for axes in (["data"], [None, "data"], [])
+)
+x = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+
+def create(number):
+    return {"x": jnp.asarray(x) + number, "rng": jax.random.key(number)}
+
+def is_same(array, expected):
+    return all(np.array_equal(y.data, expected[y.index]) for y in array.addressable_shards)
+
+places = {"x": rows, "rng": everywhere}
+one, other = (jax.jit(create, out_shardings=places, static_argnums=0)(i) for i in (1, 0))
+ft.export.orbax(sys.argv[1], one)
+warm = ft.warm_start(other, sys.argv[1])
+key = jax.random.key_data(warm.state["rng"])
+print("same", is_same(warm.state["x"], x + 1), is_same(key, np.array([0, 1], np.uint32)))
+like = jax.jit(lambda: jnp.zeros((8, 8)), out_shardings=columns)()
+rules = [ft.Rename("x", "y", "o i -> i o")]
+warm = ft.warm_start({"y": like}, sys.argv[1], rename=rules)
+print("transposed", is_same(warm.state["y"], (x + 1).T))
+"""
+
+
+@pytest.mark.long
+def test_two_processes_write_and_read_a_checkpoint_together(tmp_path) -> None:
+    path = tmp_path / "state"
+    printed = ended(start(2, ["-c", MULTIPROCESS], str(path)))
+    assert said(printed, "same") == ["same True True"] * 2
+    assert said(printed, "transposed") == ["transposed True"] * 2
+    like = {"x": jnp.zeros((8, 8)), "rng": jax.random.key(9)}
+    warm = ft.warm_start(like, path).state
+    np.testing.assert_array_equal(warm["x"], np.arange(64).reshape(8, 8) + 1)
+    assert jnp.array_equal(jax.random.key_data(warm["rng"]), jnp.array([0, 1], "uint32"))
