@@ -16,6 +16,7 @@ Files:
   _watch: new checkpoints, for an evaluation in another process
   _warm_start: parts of a state from a checkpoint, or from files of other programs
   _rename: rules by which arrays in those files are leaves of a state, and back
+  _layout: the order of the axes of an array in a file and in a state
   _sources: what is at a path, and its reader
   _safetensors: reader of safetensors, of one file or of several with an index
   _orbax: reader of Orbax checkpoints

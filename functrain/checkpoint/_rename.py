@@ -1,9 +1,7 @@
 """Rules by which arrays in the files of other programs are leaves of a state, and back."""
 
 import dataclasses
-import functools
 import itertools
-import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from functrain.checkpoint._errors import CheckpointMismatchError
+from functrain.checkpoint._layout import (
+    Layout,
+    Shape,
+    file_shape_of,
+    joined,
+    parse_layout,
+    with_size,
+)
 from functrain.checkpoint._leaves import Index
 from functrain.common._checks import (
     is_integer,
@@ -19,7 +25,6 @@ from functrain.common._checks import (
     require_no_problems,
 )
 
-Shape = tuple[int, ...]
 Read = Callable[[str, Index | None], np.ndarray]  # given a name and an index, returns that part
 _STARS = re.compile(r"(\*\*?)")
 
@@ -81,7 +86,7 @@ class Rename:
         require(len(stars) == 1, "Rename", "as many stars in each name", self)
         self._require_axis(parse_layout(self.layout))
 
-    def _require_axis(self, layout: "Layout | None") -> None:
+    def _require_axis(self, layout: Layout | None) -> None:
         """Raises ValueError for an axis that is none of the layout, or parts of other names."""
         require_integer("axis", self.axis, 0)
         if layout is not None and len(self.files) + len(self.states) > 2:
@@ -101,58 +106,6 @@ class Rename:
     def states(self) -> tuple[str, ...]:
         """Returns the paths in the state."""
         return (self.state,) if isinstance(self.state, str) else tuple(self.state)
-
-
-class Layout(NamedTuple):
-    """The axes of an array: in a file, in groups that are one axis each, and in a state."""
-
-    groups: tuple[tuple[str, ...], ...]
-    axes: tuple[str, ...]
-
-    @property
-    def is_permutation(self) -> bool:
-        """Returns True if only the order of the axes differs."""
-        groups = self.groups
-        return "1" not in self.axes and all(len(x) == 1 and x != ("1",) for x in groups)
-
-    def file_shape(self, shape: Shape) -> Shape:
-        """Returns the shape in the file of a leaf of some shape."""
-        sizes = dict(zip(self.axes, shape, strict=True)) | {"1": 1}
-        return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
-
-    def to_state(self, array: np.ndarray, shape: Shape) -> np.ndarray:
-        """Returns an array of a file as a leaf of a shape."""
-        sizes, names = dict(zip(self.axes, shape, strict=True)), self._names()
-        order = [names.index(name) for name in self.axes if name != "1"]
-        divided = array.reshape([sizes[name] for name in names])
-        return divided.transpose(order).reshape(shape)
-
-    def to_file(self, leaf: np.ndarray) -> np.ndarray:
-        """Returns a leaf as an array of a file."""
-        axes = [name for name in self.axes if name != "1"]
-        sizes = [n for name, n in zip(self.axes, leaf.shape, strict=True) if name != "1"]
-        ordered = leaf.reshape(sizes).transpose([axes.index(name) for name in self._names()])
-        return ordered.reshape(self.file_shape(leaf.shape))
-
-    def _names(self) -> list[str]:
-        return [name for name in itertools.chain(*self.groups) if name != "1"]
-
-
-@functools.cache
-def parse_layout(layout: str) -> Layout | None:
-    """Parses a layout such as ``(h d) i -> i h d``; "" is None. Raises ValueError."""
-    if not layout:
-        return None
-    left, arrow, right = layout.partition("->")
-    groups = [(a or b).split() for a, b in re.findall(r"\(([^()]*)\)|([^\s()]+)", left)]
-    is_closed = not set("()") & set(re.sub(r"\([^()]*\)", "", left))
-    axes = right.split()
-    names = [name for name in itertools.chain(*groups) if name != "1"]
-    is_same = sorted(names) == sorted(name for name in axes if name != "1")
-    is_valid = arrow and is_same and is_closed and len(set(names)) == len(names)
-    expected = "axes in the file and the same in the state, such as 'o i -> i o'"
-    require(is_valid, "layout", expected, layout, "Only those in the file can have parentheses.")
-    return Layout(tuple(map(tuple, groups)), tuple(axes))
 
 
 class Source(NamedTuple):
@@ -187,12 +140,11 @@ def find_sources(
       ValueError: A leaf has two sources.
     """
     found: dict[str, Source] = {}
-    rules = None if rename is None or callable(rename) else require_rules(rename)
-    if rules is None:
-        pairs: Iterable[tuple[str, Source]] = (
-            (rename(name) if callable(rename) else name, Source((name,))) for name in names
-        )
+    if rename is None or callable(rename):
+        to_path = rename or str  # each name as it is
+        pairs: Iterable[tuple[str, Source]] = ((to_path(x), Source((x,))) for x in names)
     else:
+        rules = require_rules(rename)
         pairs = itertools.chain(*(_sources_of(rule, file, names) for rule in rules))
     for path, source in pairs:
         other = found.get(path, source)
@@ -269,7 +221,7 @@ class Piece(NamedTuple):
         return whole if index is None else whole[index]
 
 
-def piece(
+def make_piece(
     source: Source, shape: Shape, shapes: Mapping[str, Shape], in_file: Sequence[Shape]
 ) -> Piece | None:
     """Returns how a leaf is made; None if the shapes do not fit.
@@ -280,57 +232,53 @@ def piece(
       shapes: The shapes of all leaves, by path.
       in_file: The shapes of its arrays.
     """
-    rule = source.rule or Rename("", "")
-    if not in_file:
+    rule = source.rule
+    if rule is None or not in_file:
         return None
-    layout, axis = parse_layout(rule.layout), rule.axis
     if len(source.names) > 1:
-        parts = [_part_shape(layout, shape, axis, each) for each in in_file]
-        fits = _joined(parts, axis) == shape
-        return Piece(source.names, tuple(filter(None, parts)), layout, axis, None) if fits else None
-    paths = source.paths or ("",)
-    sizes = [_file_shape(layout, shapes.get(path) if path else shape) for path in paths]
-    if (sizes[0] if len(sizes) == 1 else _joined(sizes, axis)) != in_file[0]:
+        return _piece_of_several(source.names, rule, shape, in_file)
+    if len(source.paths) > 1:
+        return _piece_of_part(source, rule, [shapes.get(path) for path in source.paths], in_file[0])
+    layout = parse_layout(rule.layout)
+    fits = file_shape_of(layout, shape) == in_file[0]
+    return Piece(source.names, (shape,), layout, rule.axis, None) if fits else None
+
+
+def _piece_of_several(
+    names: tuple[str, ...], rule: Rename, shape: Shape, in_file: Sequence[Shape]
+) -> Piece | None:
+    """Returns how a leaf is joined from arrays."""
+    layout = parse_layout(rule.layout)
+    parts = [_part_shape(layout, shape, rule.axis, each) for each in in_file]
+    if joined(parts, rule.axis) != shape:
         return None
-    if len(sizes) == 1:
-        return Piece(source.names, (shape,), layout, axis, None)
-    ends = list(itertools.accumulate(size[axis] for size in sizes if size is not None))
-    part = slice(([0, *ends])[source.part], ends[source.part])
-    index = tuple(part if i == axis else slice(0, n) for i, n in enumerate(in_file[0]))
+    return Piece(names, tuple(filter(None, parts)), layout, rule.axis, None)
+
+
+def _piece_of_part(
+    source: Source, rule: Rename, shapes: Sequence[Shape | None], in_file: Shape
+) -> Piece | None:
+    """Returns how a leaf is cut out of an array, that leaves of these shapes are parts of."""
+    layout, axis = parse_layout(rule.layout), rule.axis
+    sizes = [file_shape_of(layout, shape) for shape in shapes]
+    if joined(sizes, axis) != in_file:
+        return None
+    ends = [0, *itertools.accumulate(size[axis] for size in sizes if size is not None)]
+    cut = slice(ends[source.part], ends[source.part + 1])
+    index = tuple(cut if i == axis else slice(0, n) for i, n in enumerate(in_file))
+    shape = shapes[source.part] or ()
     return Piece(source.names, (shape,), layout, axis, index)
-
-
-def _file_shape(layout: Layout | None, shape: Shape | None) -> Shape | None:
-    """Returns the shape in the file of a leaf; None if the leaf has other axes than the layout."""
-    if layout is None or shape is None:
-        return shape
-    has_axes = len(shape) == len(layout.axes)
-    ones = {n for name, n in zip(layout.axes, shape, strict=False) if name == "1"}
-    return layout.file_shape(shape) if has_axes and ones <= {1} else None
 
 
 def _part_shape(layout: Layout | None, shape: Shape, axis: int, in_file: Shape) -> Shape | None:
     """Returns the shape that an array has as a part of a leaf, whose size at an axis is its own."""
-    of_one = _file_shape(layout, _replace(shape, axis, 1))
+    of_one = file_shape_of(layout, with_size(shape, axis, 1))
     if layout is None or of_one is None or len(of_one) != len(in_file):
         return in_file if layout is None else None
     ratios = [have // max(1, n) for have, n in zip(in_file, of_one, strict=True)]
     group = next((i for i, names in enumerate(layout.groups) if layout.axes[axis] in names), None)
-    part = _replace(shape, axis, 1 if group is None else ratios[group])
+    part = with_size(shape, axis, 1 if group is None else ratios[group])
     return part if layout.file_shape(part) == in_file else None
-
-
-def _joined(shapes: Sequence[Shape | None], axis: int) -> Shape | None:
-    """Returns the shape of arrays that are joined at an axis; None if they cannot be."""
-    known = [shape for shape in shapes if shape is not None and axis < len(shape)]
-    others = {_replace(shape, axis, 0) for shape in known}
-    if len(known) < len(shapes) or len(others) > 1:
-        return None
-    return _replace(known[0], axis, sum(shape[axis] for shape in known))
-
-
-def _replace(shape: Shape, axis: int, size: int) -> Shape:
-    return (*shape[:axis], size, *shape[axis + 1 :]) if axis < len(shape) else shape
 
 
 class Target(NamedTuple):
@@ -344,10 +292,10 @@ class Target(NamedTuple):
         """Returns True if leaves of these shapes can be arrays in the file."""
         layout, axis = parse_layout(self.rule.layout), self.rule.axis
         if len(self.names) > 1:
-            shapes = [_replace(shapes[0], axis, size) for size in self._sizes(shapes[0])]
-        in_file = [_file_shape(layout, shape) for shape in shapes]
+            shapes = [with_size(shapes[0], axis, size) for size in self._sizes(shapes[0])]
+        in_file = [file_shape_of(layout, shape) for shape in shapes]
         if len(self.paths) > 1:
-            in_file = [_joined(in_file, axis)]
+            in_file = [joined(in_file, axis)]
         return bool(in_file) and None not in in_file
 
     def _sizes(self, shape: Shape) -> Sequence[int]:

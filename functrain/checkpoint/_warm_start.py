@@ -16,7 +16,7 @@ from functrain.checkpoint._directory import read_newest, steps
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._files import MANIFEST, files_at, resolve_path
 from functrain.checkpoint._manifest import STATE, parse_spec
-from functrain.checkpoint._rename import Piece, Rename, Source, find_sources, piece
+from functrain.checkpoint._rename import Piece, Rename, Source, find_sources, make_piece
 from functrain.checkpoint._sources import find_weights, open_arrays
 from functrain.common import _patterns, _repr, _tree
 from functrain.common._checks import require, require_no_problems
@@ -278,7 +278,7 @@ def _make_pieces(
         # A random key has no dtype that NumPy could transpose.
         are_keys = any(spec.startswith("key<") for spec in stored)
         parsed = [] if are_keys else list(map(parse_spec, stored))
-        made = piece(source, shapes[path], shapes, [shape for _, shape in parsed])
+        made = make_piece(source, shapes[path], shapes, [shape for _, shape in parsed])
         if made is None:
             found[path] = f"{', '.join(stored)} by {source.rule}"
         else:

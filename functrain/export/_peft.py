@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from functrain.checkpoint._layout import parse_layout
 from functrain.checkpoint._rename import (
     Rename,
     Target,
     find_targets,
-    parse_layout,
     require_rules,
 )
 from functrain.common import _tree

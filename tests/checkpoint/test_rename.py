@@ -326,3 +326,33 @@ def test_stars_take_as_little_as_they_can_and_never_two_meanings(tmp_path) -> No
     rule = ft.Rename("*_*", "*/*")
     with pytest.raises(ValueError, match="rename: expected a rule that reads a_b/c from a_b_c"):
         ft.export.params(tmp_path / "b.safetensors", {"a_b": {"c": jnp.ones(2)}}, rename=[rule])
+
+
+def test_rules_fill_the_leaves_of_frozen_models_and_of_their_adapters(tmp_path) -> None:
+    """The arrays are split and joined whether the leaves are trained or frozen."""
+    shapes = {"q": (3, 4), "k": (3, 4), "o": (4, 6)}
+    arrays = {"qk": (8, 3), "o1": (3, 4), "o2": (3, 4)}
+    arrays = {name: RNG.normal(size=shape).astype("f4") for name, shape in arrays.items()}
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    rules = [
+        ft.Rename("qk", ["params/q", "params/k"], "o i -> i o"),
+        ft.Rename(["o1", "o2"], "params/o", "o i -> i o", axis=1),
+    ]
+    joined = np.concatenate([arrays["o1"], arrays["o2"]]).T
+    want = {"q": arrays["qk"][:4].T, "k": arrays["qk"][4:].T, "o": joined}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    base = ft.Model(lambda *_: (params, {}), apply=None)
+    for model in (ft.freeze(base, "q"), ft.freeze(base, "*"), ft.lora(base, "q", "o", rank=2)):
+        trained, model_state = model.init(jax.random.key(0), None)
+        state = ft.TrainState.create(params=trained, model_state=model_state, tx=optax.sgd(0.1))
+        warm = ft.warm_start(state, tmp_path / "a.safetensors", rename=rules)
+        assert len(warm.transformed) == 3
+        jax.tree.map(np.testing.assert_array_equal, ft.merge_frozen(warm.state).params, want)
+    taken = ft.warm_start(state, tmp_path / "a.safetensors", rename=rules, take="params/k")
+    assert list(taken.loaded) == ["model_state/frozen/k"]
+
+
+def test_a_rule_for_a_frozen_leaf_fills_one_that_is_trained(file) -> None:
+    rules = [ft.Rename("h.0.mlp.weight", "model_state/frozen/w", "o i -> i o")]
+    warm = ft.warm_start({"params": {"w": jnp.zeros((12, 6))}}, file, rename=rules)
+    np.testing.assert_array_equal(warm.state["params"]["w"], TORCH["h.0.mlp.weight"].T)
