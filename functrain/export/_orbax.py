@@ -1,7 +1,9 @@
 """Checkpoints of Orbax."""
 
 import os
+import shutil
 
+from functrain.checkpoint._processes import main_group
 from functrain.common._library import import_optional
 from functrain.common._paths import absolute_path
 from functrain.common._types import PyTree
@@ -16,7 +18,7 @@ def orbax(path: str | os.PathLike[str], tree: PyTree, *, overwrite: bool = False
     Args:
       path: A directory. Missing folders are created.
       tree: Any pytree of arrays, such as a state or its params. Attributes become keys.
-      overwrite: True replaces an existing checkpoint.
+      overwrite: True replaces an existing checkpoint, once the new one is written.
 
     Raises:
       FileExistsError: Something is at the path, and `overwrite` is False.
@@ -30,13 +32,27 @@ def orbax(path: str | os.PathLike[str], tree: PyTree, *, overwrite: bool = False
       >>> tree["kernel"].tolist()
       [1.0, 1.0]
     """
-    target = absolute_path(path, advice="The path comes first: export.orbax(path, tree).")
+    advice = "The path comes first: export.orbax(path, tree)."
+    target = os.path.realpath(absolute_path(path, advice=advice))
     to_install = "Orbax checkpoints need the library: pip install 'functrain[orbax]'"
     library = import_optional("orbax.checkpoint", to_install)
-    if os.path.lexists(target) and not overwrite:
+    is_there = main_group.call_on_first(lambda: os.path.exists(target))
+    if is_there and not (overwrite and os.path.isdir(target)):
         raise FileExistsError(
-            f"{target}: expected no such directory, got one. Choose another path, or pass "
-            "overwrite=True."
+            f"{target}: expected no such directory, got one, or a file. Choose another path, or "
+            "pass overwrite=True for a directory."
         )
+    new = f"{target}.functrain-new" if is_there else target
     with library.StandardCheckpointer() as checkpointer:
-        checkpointer.save(target, tree, force=overwrite)
+        checkpointer.save(new, tree, force=is_there)
+    if is_there:
+        main_group.call_on_first(lambda: _replace(target, new))
+
+
+def _replace(target: str, new: str) -> None:
+    """Gives a directory the name of another one, which is removed."""
+    old = f"{target}.functrain-old"
+    shutil.rmtree(old, ignore_errors=True)
+    os.rename(target, old)
+    os.rename(new, target)
+    shutil.rmtree(old)

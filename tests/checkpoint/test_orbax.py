@@ -158,8 +158,20 @@ def test_what_is_written_here_is_read_by_orbax_alone(tmp_path) -> None:
     jax.tree.map(np.testing.assert_array_equal, warm.state.params, params)
     with pytest.raises(FileExistsError, match="overwrite=True"):
         ft.export.orbax(tmp_path / "state", state)
-    ft.export.orbax(tmp_path / "state", {"w": jnp.zeros(2)}, overwrite=True)
-    check(tmp_path / "state", {"w": jnp.zeros(2)})
+    for value in (0, 1):
+        ft.export.orbax(tmp_path / "state", {"w": jnp.full(2, value)}, overwrite=True)
+        check(tmp_path / "state", {"w": jnp.full(2, value)})
+    assert list(tmp_path.iterdir()) == [tmp_path / "state"]
+
+
+def test_an_export_that_fails_leaves_the_old_checkpoint(tmp_path) -> None:
+    ft.export.orbax(tmp_path / "state", {"w": jnp.ones(2)})
+    with pytest.raises(ValueError, match="zero size"):  # of Orbax
+        ft.export.orbax(tmp_path / "state", {"w": jnp.ones((0, 2))}, overwrite=True)
+    check(tmp_path / "state", {"w": jnp.ones(2)})
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match="or a file"):
+        ft.export.orbax(tmp_path / "file", {"w": jnp.ones(2)}, overwrite=True)
 
 
 def build(name=None):
@@ -267,7 +279,8 @@ def is_same(array, expected):
 
 places = {"x": rows, "rng": everywhere}
 one, other = (jax.jit(create, out_shardings=places, static_argnums=0)(i) for i in (1, 0))
-ft.export.orbax(sys.argv[1], one)
+ft.export.orbax(sys.argv[1], other)
+ft.export.orbax(sys.argv[1], one, overwrite=True)
 warm = ft.warm_start(other, sys.argv[1])
 key = jax.random.key_data(warm.state["rng"])
 print("same", is_same(warm.state["x"], x + 1), is_same(key, np.array([0, 1], np.uint32)))
