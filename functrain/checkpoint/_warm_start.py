@@ -167,10 +167,9 @@ def warm_start(
             if not taken:
                 got = "only others" if sources else "none that a rule matches"
                 raise CheckpointMismatchError(
-                    f"{file}: expected leaves to take, such as {requested[:1]}, got {got}, "
-                    f"such as {list(sources or arrays.specs)[:1]}. Pass rename=, a function from "
-                    "paths in the file to paths in the state or rules of ft.Rename, or use "
-                    "bridge.warm_start for a file of Keras."
+                    f"{file}: expected leaves to take, such as {requested[:1]}, got {got}, such as "
+                    f"{list(sources or arrays.specs)[:1]}. Pass rename=, a function of the "
+                    "paths there or rules of ft.Rename; for a file of Keras: bridge.warm_start."
                 )
             pieces = _make_pieces(file, taken, arrays.specs, leaves, merged, cast)
             _warn_of_torch(file, taken, leaves)

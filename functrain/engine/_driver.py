@@ -112,10 +112,10 @@ class Driver:
             jax.block_until_ready(self._in_flight.popleft())
         return rows
 
-    def is_idle(self) -> bool:
-        """Returns True if no program is running."""
+    def is_running(self) -> bool:
+        """Returns True if a program is running."""
         arrays = [x for x in jax.tree.leaves(self.done) if isinstance(x, jax.Array)]
-        return all(x.is_ready() for x in arrays)  # type: ignore[attr-defined]  # at run time
+        return any(not x.is_ready() for x in arrays)  # type: ignore[attr-defined]  # at run time
 
     def _compare_program(self, compiled: Program, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError unless the other processes are about to run the same program."""

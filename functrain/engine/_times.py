@@ -4,10 +4,11 @@ import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import jax
 
+T = TypeVar("T")
 # By kind, for each that asks.
 Seconds: TypeAlias = collections.defaultdict[str, float]
 _asking: list[Seconds] = []
@@ -61,3 +62,13 @@ def compiling() -> Iterator[None]:
     before = _compilations
     with spent("compiling", unless=lambda: _compilations == before):
         yield
+
+
+def timed(kind: str, items: Iterator[T], unless: Callable[[], bool]) -> Iterator[T]:
+    """Yields items; making each is a part of a kind, unless a condition holds when it is made."""
+    while True:
+        with spent(kind, unless):
+            item = next(items, None)
+        if item is None:
+            return
+        yield item

@@ -137,9 +137,7 @@ class Loop:
         )
         self.driver.begin(self._with_metrics(state, metrics))
         # Processes that share arrays or checkpoints must stop at the same step.
-        is_shared = jax.process_count() > 1 and (
-            saving is not None or _placement.spans_processes(state, sharding)
-        )
+        is_shared = saving is not None or _placement.spans_processes(state, sharding)
         self.stopping = new_stop_agreement() if is_shared else None
 
     @property
@@ -196,7 +194,8 @@ class Loop:
             yield from self._yield_event(EpochBegin)
         chunks_of_epoch, self._prepared_chunks = self._prepared_chunks, None
         steps_taken, is_stopped = 0, False
-        for chunk in self._timed(chunks_of_epoch or self._chunks(self.position)):
+        new_chunks = chunks_of_epoch or self._chunks(self.position)
+        for chunk in _times.timed("data", new_chunks, unless=self.driver.is_running):
             steps_taken += chunk.steps
             is_stopped = yield from self._take_chunk(chunk)
             if is_stopped:
@@ -207,15 +206,6 @@ class Loop:
         if is_stopped and not (is_complete or self.like_keras):
             return True
         return (yield from self._end_epoch(steps_taken, is_stopped))
-
-    def _timed(self, chunks_of_epoch: Iterator[Chunk]) -> Iterator[Chunk]:
-        """Yields the chunks. Their making counts as the time of data if no program is running."""
-        while True:
-            with _times.spent("data", unless=lambda: not self.driver.is_idle()):
-                chunk = next(chunks_of_epoch, None)
-            if chunk is None:
-                return
-            yield chunk
 
     def _take_chunk(self, chunk: Chunk) -> Generator[Event, None, bool]:
         """Dispatches a chunk's program, and yields its event; returns True if the run stops."""
@@ -350,9 +340,7 @@ class Loop:
         # The recorder saves the logs of the last program, too.
         self._pass_logs()
         over = self._epoch_is_over
-        with _times.spent("saving"):
-            signals = self.signals
-            self.saving.save(self.position, values, trees, signals, epoch_is_over=over, done=done)
+        self.saving.save(self.position, values, trees, self.signals, epoch_is_over=over, done=done)
 
     def _with_metrics(self, state: PyTree, metrics: PyTree = None) -> PyTree:
         """Returns the state with metrics if the step has some; by default with empty ones."""

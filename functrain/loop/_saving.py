@@ -136,7 +136,7 @@ class Saving:
             documents["data"] = self._batches.state(epoch_is_over=epoch_is_over)
         last = None if self._losses is None else self._losses.last_finite
         # If the save fails, the error should be seen, and not a signal that would end the process.
-        with signals.discard_on_error(), self._checkpointer._save_lock:
+        with _times.spent("saving"), signals.discard_on_error(), self._checkpointer._save_lock:
             self._checkpointer._write(
                 trees,
                 position,
