@@ -137,7 +137,8 @@ class Loop:
         )
         self.driver.begin(self._with_metrics(state, metrics))
         # Processes that share arrays or checkpoints must stop at the same step.
-        is_shared = saving is not None or _placement.spans_processes(state, sharding)
+        several = jax.process_count() > 1
+        is_shared = several and (saving is not None or _placement.spans_processes(state, sharding))
         self.stopping = new_stop_agreement() if is_shared else None
 
     @property
@@ -192,9 +193,8 @@ class Loop:
         """Yields the events of an epoch; returns True if the run stops in it."""
         if self.like_keras:
             yield from self._yield_event(EpochBegin)
-        chunks_of_epoch, self._prepared_chunks = self._prepared_chunks, None
-        steps_taken, is_stopped = 0, False
-        new_chunks = chunks_of_epoch or self._chunks(self.position)
+        new_chunks = self._prepared_chunks or self._chunks(self.position)
+        self._prepared_chunks, steps_taken, is_stopped = None, 0, False
         for chunk in _times.timed("data", new_chunks, unless=self.driver.is_running):
             steps_taken += chunk.steps
             is_stopped = yield from self._take_chunk(chunk)
