@@ -9,7 +9,7 @@ stores as transformers would. The adapters learn the fourth. With `--weights` th
 of Hugging Face: a directory, or `hf://openai-community/gpt2` with `--prefix ""`, because the names
 there have no prefix. Every byte of the text is a token: the first 256 of GPT-2 are the bytes.
 
-    python examples/hugging_face.py            # two minutes on two CPU cores
+    python examples/hugging_face.py            # some minutes on two CPU cores
     python examples/hugging_face.py --quick    # some seconds
 """
 
