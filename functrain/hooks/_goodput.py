@@ -53,6 +53,7 @@ class Goodput:
         self._seconds: _times.Seconds = _times.Seconds(float)
         # What earlier runs took, that this one continues.
         self._earlier = 0.0
+        self._start: float | None = None
 
     def begin(self) -> None:
         """Begins to add up."""
@@ -65,11 +66,13 @@ class Goodput:
 
     def close(self) -> None:
         """Prints the parts, and forgets them."""
+        if self._start is None:  # another hook did not begin
+            return
         _times.end(self._seconds)
         parts, total = self._parts(), self._total()
         others = ", ".join(f"{kind} {100 * parts[kind]:.1f}%" for kind in _KINDS if parts[kind])
         print(f"goodput {100 * parts['steps']:.1f}% of {total:.1f} s: {others or 'nothing else'}")
-        self._seconds, self._earlier = _times.Seconds(float), 0.0
+        self._seconds, self._earlier, self._start = _times.Seconds(float), 0.0, None
 
     def state(self) -> dict[str, Any]:
         """Returns the sums, and the time of day."""
@@ -83,7 +86,8 @@ class Goodput:
         self._earlier = state["total"] + stopped
 
     def _total(self) -> float:
-        return self._earlier + time.perf_counter() - self._start
+        now = time.perf_counter()
+        return self._earlier + now - (now if self._start is None else self._start)
 
     def _parts(self) -> dict[str, float]:
         total = self._total()

@@ -113,3 +113,16 @@ def test_compiling_is_the_calls_that_compile(capsys) -> None:
     ft.fit(jnp.zeros(()), own, data, epochs=1, fuse=2, hooks=[look, hook], verbose=0)
     times = [x.get("compiling", 0) for x in seen]
     assert 0 < times[0] == times[4]
+
+
+def test_the_error_of_another_hook_that_does_not_begin_is_the_one_that_is_raised() -> None:
+    class Broken:
+        def begin(self) -> None:
+            raise OSError("no disk")
+
+        def __call__(self, event) -> None:
+            pass
+
+    with pytest.raises(OSError, match="no disk"):
+        ft.fit(0, step, [np.ones(3)], hooks=[Broken(), ft.hooks.Goodput()], verbose=0)
+    assert _times._asking == []
