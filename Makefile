@@ -1,12 +1,15 @@
-# Two commands need nothing but python3 (3.11 or newer), make and the package registries:
+# Two commands need nothing but Python (3.11 or newer), make and the package registries:
 #   make train    the main job: MNIST through the functional core and back to Keras
 #   make test     ruff, mypy, pytest (with the doctests)
 # make test-slow runs the tests that take seconds each, make test-all all of them; make durations
 # measures which those are; make test-tpu looks at programs for TPUs; make bench compares with the
 # peers (ARGS=--quick: 3 minutes).
-# PYTHON=python3.13 picks another interpreter; CONSTRAINTS= (empty) takes the newest releases.
+# They take the newest Python from 3.12 to 3.14 that is found, and python3 otherwise. PYTHON=python3.11
+# picks another one, and CONSTRAINTS= (empty) takes the newest releases of the packages.
 
-PYTHON ?= python3
+ifndef PYTHON
+PYTHON := $(or $(shell .ci/newest_python),python3)
+endif
 VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 WORKERS ?= 2
