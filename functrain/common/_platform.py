@@ -19,7 +19,7 @@ def current_platform() -> str:
     traced: str | None = getattr(_tracing, "platform", None)
     if traced is not None:
         return traced
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]  # defined at run time
+    device = jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]
     if device is None:
         return jax.default_backend()
     # A name, such as "cpu", is allowed as well.

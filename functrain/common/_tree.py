@@ -205,7 +205,8 @@ def put_if_guarded(batches: PyTree, sharding: jax.sharding.Sharding | None = Non
     A program transfers its arguments in less time: 41 µs a call with two arrays, and 78 with
     `jax.device_put`.
     """
-    if jax.config.jax_transfer_guard_host_to_device in (None, "allow"):  # type: ignore[attr-defined]
+    guard = jax.config.jax_transfer_guard_host_to_device  # type: ignore[attr-defined, unused-ignore]
+    if guard in (None, "allow"):
         return batches
 
     def put(x: Any) -> Any:

@@ -219,7 +219,7 @@ def _placement_of(state: PyTree) -> _Placement:
     the same objects each time.
     """
     try:
-        default = jax.config.jax_default_device  # type: ignore[attr-defined]  # at run time
+        default = jax.config.jax_default_device  # type: ignore[attr-defined, unused-ignore]
         return default, *map(_get_sharding, jax.tree.leaves(state))
     except AttributeError:
         return ()

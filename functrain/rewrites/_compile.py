@@ -172,7 +172,7 @@ class CheckedJit:
           again: True checks a signature that has been checked before.
         """
         # jax defines its flags at run time, so type checkers do not know them.
-        is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        is_disabled = jax.config.jax_disable_jit  # type: ignore[attr-defined, unused-ignore]
         leaves, structure = jax.tree.flatten(args)
         # Only programs for CPUs are affected.
         if is_disabled or _is_transformed(leaves) or platform_of(leaves) != "cpu":
