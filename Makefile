@@ -55,9 +55,9 @@ durations: $(READY)
 test-adapters: .venv-adapters/.ready
 	.venv-adapters/bin/python -m pytest $(SPREAD) -m adapters tests
 
-# A run within Ray, in an environment that has it.
+# Runs within Ray, in an environment that has it. ARGS="-m ray" adds the 20 kills.
 test-ray: .venv-ray/.ready
-	.venv-ray/bin/python -m pytest -m ray tests/distributed/test_ray.py
+	.venv-ray/bin/python -m pytest -m "ray and not long" tests/distributed/test_ray.py $(ARGS)
 
 # Checkpoints in emulations of object stores, in an environment that has them. ARGS="-m remote" adds
 # the 100 kills.
@@ -150,8 +150,8 @@ bench-hub: .venv-hub/.ready
 IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
 IN_keras-head := keras-nightly jax
-IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata transformers peft nbclient ipykernel # keras-hub brings TensorFlow
-IN_ray := --editable '.[test]' 'ray[train]'
+IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata transformers peft nbclient ipykernel kubeflow-trainer-api pyyaml # keras-hub brings TensorFlow
+IN_ray := --editable '.[test,ray]'
 IN_hub := --editable '.[plot]' keras-hub # brings TensorFlow, which it imports
 
 lint: ruff mypy

@@ -69,7 +69,7 @@ PAGES = {  # by file name, in the order of the sidebar
         "Hooks (ft.hooks)",
         "functrain.hooks",
         "Hook Evaluate EarlyStopping ReduceLROnPlateau TerminateOnNaN CSVLogger JSONLines "
-        "TensorBoard WandB Sample Profile Throughput Goodput Watchdog",
+        "TensorBoard WandB RayReport Sample Profile Throughput Goodput Watchdog",
     ),
     "metrics": Page(
         "Metrics (ft.metrics)",

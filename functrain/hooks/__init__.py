@@ -15,6 +15,7 @@ Files:
   _text_logs: values as a CSV file, and as JSON lines
   _tensorboard: values, pictures and texts for TensorBoard
   _wandb: values, pictures and texts for Weights & Biases
+  _ray: values and the names of checkpoints for Ray Train
 """
 
 from functrain.hooks._early_stopping import EarlyStopping as EarlyStopping
@@ -22,6 +23,7 @@ from functrain.hooks._evaluate import Evaluate as Evaluate
 from functrain.hooks._goodput import Goodput as Goodput
 from functrain.hooks._hook import Hook as Hook
 from functrain.hooks._profile import Profile as Profile
+from functrain.hooks._ray import RayReport as RayReport
 from functrain.hooks._reduce_lr_on_plateau import ReduceLROnPlateau as ReduceLROnPlateau
 from functrain.hooks._sample import Sample as Sample
 from functrain.hooks._tensorboard import TensorBoard as TensorBoard
@@ -40,6 +42,7 @@ __all__ = [
     "Hook",
     "JSONLines",
     "Profile",
+    "RayReport",
     "ReduceLROnPlateau",
     "Sample",
     "TensorBoard",

@@ -17,6 +17,7 @@ from functrain.hooks._early_stopping import EarlyStopping
 from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._logger import Logger
 from functrain.hooks._profile import Profile
+from functrain.hooks._ray import RayReport
 from functrain.hooks._reduce_lr_on_plateau import ReduceLROnPlateau
 from functrain.hooks._sample import Sample
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
@@ -25,7 +26,16 @@ from functrain.loop._arguments import RunArguments
 from functrain.step._metered import MeteredStep
 
 # Hooks whose values are known: an evaluation's, or none.
-_KNOWN_HOOKS = (Evaluate, EarlyStopping, Logger, Profile, Sample, TerminateOnNaN, Watchdog)
+_KNOWN_HOOKS = (
+    Evaluate,
+    EarlyStopping,
+    Logger,
+    Profile,
+    RayReport,
+    Sample,
+    TerminateOnNaN,
+    Watchdog,
+)
 
 
 def look_ahead(

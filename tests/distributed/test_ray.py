@@ -1,11 +1,17 @@
-"""A run within ray.train's JaxTrainer, on workers that have but CPUs: `make test-ray`."""
+"""Runs within ray.train's JaxTrainer, on workers that have but CPUs: `make test-ray`."""
 
 import importlib.util
 import json
 import os
 import pathlib
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent import futures
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytestmark = [
@@ -14,18 +20,53 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # Ray's own
 ]
 
+EPOCHS, STEPS = 8, 4
+ALL_STEPS = [STEPS * (epoch + 1) for epoch in range(EPOCHS)]
+
+
+def adam() -> Any:
+    import optax
+
+    return optax.adam(0.1)
+
+
+def trouble(config: dict[str, Any]) -> Any:
+    """Returns a hook that gets one worker into trouble at a step, in its first life."""
+    import jax
+
+    import functrain as ft
+
+    mark = pathlib.Path(config["folder"], "trouble")
+
+    @ft.every(steps=14)
+    def hook(event: Any) -> None:
+        if jax.process_index() != config["rank"] or mark.exists():
+            return
+        mark.write_text(f"{os.getpid()} {time.time()}")
+        if isinstance(config["trouble"], int):
+            os.kill(os.getpid(), config["trouble"])
+        while config["trouble"] == "loop":
+            pass
+        if config["trouble"] == "stop":
+            event.stop()
+
+    return hook
+
 
 def train(config: dict[str, Any]) -> None:
-    """What one worker does."""
+    """What each worker does."""
     import jax
-    import numpy as np
     import optax
+    from jax.experimental import multihost_utils
 
     import functrain as ft
 
     ft.distributed.initialize()  # Ray has done it: this does nothing
+    folder = pathlib.Path(config["folder"])
+    with open(folder / f"pids-{jax.process_index()}", "a") as file:
+        print(os.getpid(), file=file)
     mesh = ft.sharding.mesh({"data": -1})
-    tx = optax.adam(0.1)
+    tx = adam()
     x = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
 
     def apply(params: Any, model_state: Any, x: Any, **how: Any) -> Any:
@@ -34,50 +75,214 @@ def train(config: dict[str, Any]) -> None:
     def make() -> ft.TrainState:
         return ft.TrainState.create(params={"w": np.zeros((8, 1), np.float32)}, tx=tx)
 
-    loss_fn = ft.supervised(ft.Model(None, apply), optax.squared_error)
+    checkpointer = ft.Checkpointer(folder / "run", keep=None)
+    hooks = [ft.hooks.RayReport(checkpointer), lambda _: time.sleep(config.get("pause", 0))]
+    if "trouble" in config:
+        hooks.append(trouble(config))
+    if "watchdog" in config:
+        hooks.append(ft.hooks.Watchdog(config["watchdog"]))
     state, history = ft.fit(
         ft.sharding.create(make, mesh, ft.sharding.fsdp(min_size=1)),
-        ft.train_step(loss_fn, tx),
-        ft.ArrayLoader((x, x[:, :1]), 16),
-        epochs=5,
+        ft.train_step(ft.supervised(ft.Model(None, apply), optax.squared_error), tx),
+        ft.ArrayLoader((x, x[:, :1]), 16, shuffle=True, seed=1),
+        epochs=EPOCHS,
         sharding=mesh,
-        checkpointer=ft.Checkpointer(config["folder"]),
+        checkpointer=checkpointer,
+        hooks=hooks,
+        fuse=2,
         verbose=0,
     )
-    losses = [float(loss) for loss in history.epochs["loss"]]
     part = state.params["w"].addressable_shards[0].data.shape
-    found = {"processes": jax.process_count(), "losses": losses, "part": part[0]}
-    if jax.process_index() == 0:  # Ray keeps what is reported beside checkpoints of its own alone
-        pathlib.Path(config["folder"], "found.json").write_text(json.dumps(found))
+    whole = multihost_utils.process_allgather(state.params["w"], tiled=True)
+    found = [jax.process_count(), part[0], history.steps["loss"].tolist(), whole.tobytes().hex()]
+    (folder / f"end-{jax.process_index()}").write_text(json.dumps(found))
 
 
-def test_a_fit_in_a_jax_trainer_spans_its_workers(tmp_path: pathlib.Path) -> None:
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # the trainer connects its workers where this is said
+    "PYTHONPATH": os.pathsep.join(
+        [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    ),
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+}
+SETTINGS = {
+    "RAY_TRAIN_V2_ENABLED": "1",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "JAX_DISTRIBUTED_SHUTDOWN_TIMEOUT_S": "3",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
     import ray
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.v2.jax import JaxConfig, JaxTrainer
 
-    root = str(pathlib.Path(__file__).parents[2])
-    environment = {
-        "JAX_PLATFORMS": "cpu",  # the trainer connects its workers where this is said
-        "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
-        "RAY_TRAIN_V2_ENABLED": "1",
-    }
-    os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
-    ray.init(num_cpus=4, runtime_env={"env_vars": environment}, include_dashboard=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SETTINGS.items():
+            patch.setenv(name, value)
+        variables = {**ENVIRONMENT, **SETTINGS}
+        ray.init(num_cpus=4, runtime_env={"env_vars": variables}, include_dashboard=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+def is_alive(pid: int) -> bool:
+    """Returns True if there is such a process, which is no zombie."""
     try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+class Training:
+    """A training by two workers, in a folder."""
+
+    def __init__(self, folder: pathlib.Path, **config: Any) -> None:
+        folder.mkdir()
+        self.folder, self.config = folder, {"folder": str(folder), **config}
+        self.result: Any = None
+
+    def run(self, max_failures: int = 0) -> "Training":
+        """Trains, and keeps what Ray returns."""
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.v2.jax import JaxConfig, JaxTrainer
+
         trainer = JaxTrainer(
             train,
-            train_loop_config={"folder": str(tmp_path / "checkpoints")},
+            train_loop_config=self.config,
             jax_config=JaxConfig(use_gpu=True),
             scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-            run_config=RunConfig(storage_path=str(tmp_path / "ray")),
+            run_config=RunConfig(
+                storage_path=str(self.folder / "ray"),
+                failure_config=FailureConfig(max_failures=max_failures),
+            ),
         )
-        assert trainer.fit().error is None
-    finally:
-        ray.shutdown()
-    found = json.loads((tmp_path / "checkpoints" / "found.json").read_text())
-    assert found["processes"] == 2
-    assert found["part"] == 4
-    assert found["losses"][-1] < found["losses"][0] / 2
-    assert [path for path in (tmp_path / "checkpoints").iterdir() if path.name.isdecimal()]
+        self.result = trainer.fit()
+        return self
+
+    def pids(self, rank: int) -> list[int]:
+        """Returns the process of each life of a worker."""
+        file = self.folder / f"pids-{rank}"
+        return [int(pid) for pid in file.read_text().split()] if file.exists() else []
+
+    def has_ended(self) -> bool:
+        """Returns True if a worker has left its fit."""
+        return any(self.folder.glob("end-*"))
+
+    def ends(self) -> list[Any]:
+        """Returns what each worker found: processes, rows of its part, losses, parameters."""
+        return [json.loads((self.folder / f"end-{rank}").read_text()) for rank in (0, 1)]
+
+    def losses(self) -> list[float]:
+        """Returns the losses of all steps."""
+        losses: list[float] = self.ends()[0][2]
+        return losses
+
+    def steps(self) -> list[int]:
+        """Returns the steps of the checkpoints that Ray names."""
+        return [int(metrics["step"]) for _, metrics in self.result.best_checkpoints]
+
+    def left(self) -> list[int]:
+        """Returns the processes that are still there some seconds after the end."""
+        for _ in range(100):
+            left = [pid for rank in (0, 1) for pid in self.pids(rank) if is_alive(pid)]
+            if not left:
+                break
+            time.sleep(0.2)
+        return left
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Training:
+    return Training(tmp_path_factory.mktemp("ray") / "straight").run()
+
+
+def test_a_fit_in_a_jax_trainer_spans_its_workers(straight: Training) -> None:
+    first, second = straight.ends()
+    assert first == second
+    assert first[:2] == [2, 4]
+    losses = straight.losses()
+    assert losses[-1] < losses[0] / 2
+
+
+def test_each_epoch_reaches_the_result_with_a_checkpoint_that_loads(straight: Training) -> None:
+    import functrain as ft
+
+    assert straight.steps() == ALL_STEPS
+    losses = [float(metrics["loss"]) for _, metrics in straight.result.best_checkpoints]
+    np.testing.assert_allclose(losses, np.reshape(straight.losses(), (EPOCHS, STEPS)).mean(1), 1e-6)
+    for checkpoint, metrics in straight.result.best_checkpoints:
+        like = ft.TrainState.create(params={"w": np.zeros((8, 1), np.float32)}, tx=adam())
+        assert ft.load(checkpoint.get_metadata()["path"], like).step == metrics["step"]
+        folder = pathlib.Path(checkpoint.path)
+        assert sum(file.stat().st_size for file in folder.iterdir()) < 1_000  # a name, no copy
+
+
+TROUBLES = {
+    "is killed": {"trouble": signal.SIGKILL},
+    "gets SIGTERM": {"trouble": signal.SIGTERM},
+    "loops": {"trouble": "loop", "watchdog": 5},
+    "is paused": {"trouble": signal.SIGSTOP, "watchdog": 5},
+}
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.long), 1])
+@pytest.mark.parametrize("name", TROUBLES)
+def test_where_a_worker_has_trouble_ray_starts_all_again_and_no_bit_differs(
+    name: str, rank: int, straight: Training, tmp_path: pathlib.Path
+) -> None:
+    training = Training(tmp_path / "run", rank=rank, **TROUBLES[name]).run(max_failures=1)
+    assert training.result.error is None
+    assert [len(training.pids(rank)) for rank in (0, 1)] == [2, 2]
+    assert training.ends() == straight.ends()
+    assert training.steps() == ALL_STEPS
+    assert training.left() == []
+
+
+def test_a_stop_in_one_worker_stops_all_and_the_last_checkpoint_is_that_of_the_stop(
+    straight: Training, tmp_path: pathlib.Path
+) -> None:
+    training = Training(tmp_path / "run", rank=1, trouble="stop").run()
+    assert training.result.error is None
+    first, second = training.ends()
+    assert first == second
+    stopped_at = len(training.losses())
+    assert 14 <= stopped_at < EPOCHS * STEPS
+    assert training.losses() == straight.losses()[:stopped_at]
+    path = training.result.checkpoint.get_metadata()["path"]
+    assert int(pathlib.Path(path).name) == training.result.metrics["step"] == stopped_at
+    assert training.left() == []
+
+
+def kill_now_and_then(training: Training, chance: random.Random, kills: int) -> int:
+    """Kills a worker at a random moment of each of its lives; returns the number of kills."""
+    for life in range(kills):
+        while len(training.pids(0)) <= life or len(training.pids(1)) <= life:
+            if training.result is not None:
+                return life
+            time.sleep(0.05)
+        time.sleep(chance.uniform(0, 8))
+        if training.has_ended():
+            return life
+        os.kill(training.pids(chance.randrange(2))[life], signal.SIGKILL)
+    return kills
+
+
+@pytest.mark.parametrize("trainings", [1, pytest.param(6, marks=pytest.mark.long)])
+def test_workers_killed_at_random_moments_cost_no_bit_and_no_report(
+    trainings: int, straight: Training, tmp_path: pathlib.Path
+) -> None:
+    chance, kills = random.Random(trainings), 0
+    for i in range(trainings):
+        training = Training(tmp_path / str(i), pause=0.25)
+        with futures.ThreadPoolExecutor() as pool:
+            killed = pool.submit(kill_now_and_then, training, chance, 2 if trainings == 1 else 4)
+            training.run(max_failures=-1)
+        kills += killed.result()
+        assert training.result.error is None
+        assert training.ends() == straight.ends()
+        assert training.steps() == ALL_STEPS
+        assert training.left() == []
+    print(f"{kills} kills in {trainings} trainings")
+    assert kills >= trainings
