@@ -70,6 +70,19 @@ def test_a_training_killed_twice_ends_as_one_that_was_left_alone(tmp_path) -> No
 
 
 @pytest.mark.long
+def test_a_run_that_dies_hangs_and_is_preempted_ends_as_one_without_failure(tmp_path) -> None:
+    output = quick("long_run.py", tmp_path)
+    broken = output[: output.index("no failure:")]
+    assert [line for line in broken if line.startswith("status")] == ["status 143", "status 0"]
+    ends = [line.split()[-1] for line in broken if "ended with" in line]
+    assert ends == ["137", "124"]
+    assert "equal: norm, loss, skipped, skipped_in_a_row, learning_rate" in output
+    assert "skipped batches: 4 of 200" in output
+    stacks = (tmp_path / "broken" / "printed.txt").read_text()
+    assert " in hang" in stacks
+
+
+@pytest.mark.long
 def test_a_student_is_better_with_a_teacher_than_alone(tmp_path) -> None:
     output = quick("distillation.py", tmp_path)
     alone = number(output, "the student alone:", "accuracy")

@@ -62,6 +62,7 @@ def run(script: pathlib.Path, output: pathlib.Path, *options: str) -> str:
         raise RuntimeError(f"{script.name} {' '.join(options)} failed\n{done.stderr}")
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout)  # colours
     lines = [line.rpartition("\r")[2] for line in text.splitlines()]  # bars are written over
+    lines = [line for line in lines if "[Gloo]" not in line]  # one for each pair of processes
     return "\n".join(lines).strip().replace(str(output), "examples/output")
 
 

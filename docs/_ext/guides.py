@@ -47,6 +47,7 @@ TITLES = {
     "flax_model": "Flax models",
     "from_scratch": "A training loop from scratch",
     "hugging_face": "Weights of Hugging Face",
+    "long_run": "A run for a week",
     "lora": "Adapters for eight tasks",
     "mnist": "MNIST with Keras and optax",
     "optax_in_keras": "Optax optimizers in Keras",

@@ -31,6 +31,7 @@ CONTENTS = {  # the captions of the sidebar, and the pages under each
     "populations performance comparison migrating",
     "Guides": "guides/mnist guides/from_scratch guides/customize_fit guides/optax_in_keras "
     "guides/flax_model guides/eager_jit_fused guides/resume guides/several_hosts "
+    "guides/long_run "
     "guides/will_it_fit guides/sweep guides/lora guides/ensemble guides/vae guides/distillation "
     "guides/text guides/finetune guides/hugging_face guides/diffusion guides/ppo guides/dcgan",
     "API": "api/training api/steps api/models api/fusing api/checkpoints api/events api/hooks "

@@ -34,7 +34,13 @@ class SkippedInARow(LastValue):
     __slots__ = ()
 
 
-class SumOfWeights(LogName):
+class Unshown(LogName):
+    """A value for logs and the history only, which progress lines leave out."""
+
+    __slots__ = ()
+
+
+class SumOfWeights(Unshown):
     """The number by which the loss of the step was divided: the weight of its logs in a mean."""
 
     __slots__ = ()

@@ -98,9 +98,9 @@ class Driver:
                 self._programs[chunk.k, is_full] = compiled
             batches = _tree.put_if_guarded(chunk.batches, self._scalars)
             args = (self.carry, batches, count_on(self._scalars, chunk.steps), *self._const)
-            if jax.process_count() > 1:
-                self._compare_program(compiled, args)
             with _times.compiling():
+                if jax.process_count() > 1:
+                    self._compare_program(compiled, args)
                 self.carry, rows, self.done = compiled(*args)
             if self.done is None:
                 # One will do: all results of a program are ready at the same time.

@@ -4,6 +4,7 @@ import dataclasses
 import time
 from typing import Any, ClassVar
 
+from functrain.common._log_values import Unshown
 from functrain.engine import _times
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import Event
@@ -15,8 +16,8 @@ _KINDS = ("compiling", "data", "evaluation", "saving", "stopped")
 class Goodput:
     """A hook that says which part of the time of a run went into steps.
 
-    It adds the parts of the time since the run began, which sum to 1, to the event's values, and
-    prints them in one line when the run ends:
+    It adds the parts of the time since the run began, which sum to 1, to the event's values, for
+    the history and loggers. When the run ends, it prints them in one line:
 
     - ``goodput/compiling``: calls of the run's programs for which something was compiled;
     - ``goodput/data``: making batches while no program was running;
@@ -62,7 +63,8 @@ class Goodput:
 
     def __call__(self, event: Event, /) -> None:
         """Adds the parts."""
-        event.values.update({f"goodput/{kind}": x for kind, x in self._parts().items()})
+        parts = self._parts().items()
+        event.values.update({Unshown(f"goodput/{kind}"): x for kind, x in parts})
 
     def close(self) -> None:
         """Prints the parts, and forgets them."""

@@ -55,7 +55,7 @@ class Watchdog:
     def begin(self) -> None:
         """Starts to watch."""
         self.close()
-        self._position = "before the first step"
+        self._position = "the start of the run"
         self._is_over = threading.Event()
         self._note_progress()
         threading.Thread(target=self._watch, args=(self._is_over,), daemon=True).start()

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, TypeAlias
 import jax
 from rich.console import Console
 
-from functrain.common._log_values import SumOfWeights, format_value, to_values
+from functrain.common._log_values import Unshown, format_value, to_values
 from functrain.common._types import PyTree
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
@@ -87,8 +87,6 @@ class ProgressReport:
             self._refresh_time = now
             # The metrics of the last refresh have been computed by now, so this does not wait.
             values = {**recorder.latest, **to_values(self._metrics)}
-            # The weights of the means are for the history only.
-            values = {n: x for n, x in values.items() if not isinstance(n, SumOfWeights)}
             # Of several processes only one has a bar, and all would have to compute and fetch them.
             self._metrics = event.metrics() if jax.process_count() == 1 else {}
             self._bar.update(completed=self._steps, values=self._text(values))
@@ -125,5 +123,6 @@ class ProgressReport:
     def _text(self, values: Mapping[str, Any]) -> str:
         """Returns the rate and the values as a text."""
         seconds = max(time.perf_counter() - self._start_time, 1e-9)
-        texts = [f"{name} {format_value(value)}" for name, value in values.items()]
+        shown = {name: x for name, x in values.items() if not isinstance(name, Unshown)}
+        texts = [f"{name} {format_value(value)}" for name, value in shown.items()]
         return "  ".join([f"{self._examples / seconds:,.0f} {self._unit}/s", *texts])

@@ -126,3 +126,12 @@ def test_the_error_of_another_hook_that_does_not_begin_is_the_one_that_is_raised
     with pytest.raises(OSError, match="no disk"):
         ft.fit(0, step, [np.ones(3)], hooks=[Broken(), ft.hooks.Goodput()], verbose=0)
     assert _times._asking == []
+
+
+def test_progress_lines_leave_the_parts_out(capsys) -> None:
+    data = ft.ArrayLoader(np.ones((8, 3), np.float32), 4)
+    _, history = ft.fit(0.0, step, data, hooks=[ft.hooks.Goodput()], verbose="lines")
+    assert "goodput/steps" in history.epochs
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["epoch", "goodput"]
+    assert "goodput/" not in lines[0]
