@@ -29,7 +29,7 @@ extensions = [
     "guides",
     "api",
 ]
-exclude_patterns = ["_build", "_ext"]
+exclude_patterns = ["_build", "_ext", "guides/*/*.ipynb"]
 nitpicky = True
 
 # Pages are plain markdown; `pages` makes notebooks of those with code.

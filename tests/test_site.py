@@ -16,6 +16,7 @@ import pytest
 import bridge
 import functrain
 
+nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("sphinx")
 ROOT = pathlib.Path(__file__).parents[1]
 EXTENSIONS = ROOT / "docs" / "_ext"
@@ -93,6 +94,32 @@ def test_a_guide_shows_a_stored_full_run_or_says_that_there_is_none(
     assert page.startswith(f"# {extension('guides').TITLES[script.stem]}\n")
     for picture in stored.glob("*.png"):
         assert f"({script.stem}/{picture.name})" in page
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_the_cells_of_a_notebook_are_its_script(extension, script, short_run) -> None:
+    notebook = extension("guides").notebook(script, short_run)
+    _, *cells, _ = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    at = 0
+    for cell in cells:
+        at = script.read_text().index(cell, at)
+    nbformat.validate(notebook)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eager_jit_fused", "resume"])
+def test_a_notebook_runs_and_shows_its_pictures(extension, short_run, monkeypatch, name) -> None:
+    from nbclient import NotebookClient
+
+    notebook = extension("guides").notebook(ROOT / "examples" / f"{name}.py", short_run)
+    output = str(short_run / "output")
+    notebook.cells[1].source += f'\nsys.argv += ["--output", {output!r}]'
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    NotebookClient(notebook, resources={"metadata": {"path": ROOT / "examples"}}).execute()
+    pictures = [x for x in notebook.cells[-2].outputs if "image/png" in x.get("data", {})]
+    assert len(pictures) == 1
+    printed = "".join(x.get("text", "") for cell in notebook.cells for x in cell.get("outputs", ()))
+    assert {"eager_jit_fused": "fused", "resume": "killed twice"}[name] in printed
 
 
 def test_what_a_page_says_a_block_prints_gives_way_to_what_it_prints(extension) -> None:

@@ -1,4 +1,4 @@
-"""Writes a page for each example: its cells, and the output and pictures of a full run.
+"""Writes a page and a notebook for each example: its cells, and the output of a full run.
 
 The full runs are stored in `docs/results` (see `full_runs`). The build also runs every example for
 a short time, so that an example that fails stops the build, unless a package that only this example
@@ -7,6 +7,7 @@ kept in `_build/guides` until the example or the packages change.
 """
 
 import ast
+import base64
 import concurrent.futures
 import hashlib
 import itertools
@@ -16,6 +17,7 @@ import re
 import shutil
 from typing import Any, NamedTuple
 
+import nbformat.v4
 from full_runs import (
     ABOUT,
     EXAMPLES,
@@ -36,6 +38,22 @@ SENTENCE_END = re.compile(r"(?<=\D)\.\s+")  # the period after a number, as in "
 SHORT = """\
 No full run of this guide has been stored yet. The output below is from a short run. It shows that
 the code works, and does not reach the results that the text mentions."""
+# The first cell of a notebook.
+INSTALL = """\
+import pathlib, sys
+
+if not pathlib.Path("_example.py").exists():  # the notebook is not among the examples
+    !git clone --quiet --depth 1 https://github.com/functrain/functrain functrain-repository
+    %pip install --quiet "./functrain-repository[plot]"
+    %cd functrain-repository/examples
+
+sys.argv = ["{name}", "--quick"]  # without "--quick", the notebook runs in full"""
+# The last one.
+PICTURES = """\
+from IPython.display import Image, display
+
+for picture in sorted(args.output.rglob("*.png")):
+    display(Image(picture))"""
 TITLES = {
     "customize_fit": "Custom training steps in fit",
     "dcgan": "DCGAN",
@@ -132,30 +150,60 @@ def _described(about: dict[str, Any], *, is_current: bool) -> str:
     return text if is_current else text + " The code has changed since then."
 
 
-def _page(script: pathlib.Path, short: pathlib.Path) -> str:
-    """Returns the page of an example as markdown."""
-    source = script.read_text()
-    prose = ast.get_docstring(ast.parse(source)) or ""
+def _introduction(script: pathlib.Path) -> list[str]:
+    """Returns the paragraphs above the cells of an example."""
+    prose = ast.get_docstring(ast.parse(script.read_text())) or ""
     summary, _, rest = prose.partition("\n\n")
-    parts = [f"# {TITLES[script.stem]}", f"**{summary}**", rest]
-    for heading, sentences, code in cells(source):
-        parts += [f"## {heading}", sentences, f"```py\n{code}\n```"]
+    return [f"# {TITLES[script.stem]}", f"**{summary}**", rest]
+
+
+def _output(script: pathlib.Path, short: pathlib.Path) -> tuple[list[str], list[pathlib.Path]]:
+    """Returns the paragraphs below the cells of an example, and its pictures."""
     about, folder = _results(script, short)
     option = "" if folder == RESULTS / script.stem else " --quick"
-    parts += ["## Output", f"    python examples/{script.name}{option}", about]
+    parts = ["## Output", f"    python examples/{script.name}{option}", about]
     if (folder / PRINTED).exists():
         parts.append(f"```text\n{(folder / PRINTED).read_text().rstrip()}\n```")
-    parts += [f"![{x.stem}]({script.stem}/{x.name})" for x in sorted(folder.rglob("*.png"))]
+    return parts, sorted(folder.rglob("*.png"))
+
+
+def _page(script: pathlib.Path, short: pathlib.Path) -> str:
+    """Returns the page of an example as markdown."""
+    name = script.stem
+    parts = [*_introduction(script), f"{{download}}`As a notebook <{name}/{name}.ipynb>`"]
+    for heading, sentences, code in cells(script.read_text()):
+        parts += [f"## {heading}", sentences, f"```py\n{code}\n```"]
+    output, pictures = _output(script, short)
+    parts += [*output, *(f"![{picture.stem}]({name}/{picture.name})" for picture in pictures)]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
+def notebook(script: pathlib.Path, short: pathlib.Path) -> nbformat.NotebookNode:
+    """Returns an example as a notebook that installs what it needs and runs anywhere."""
+    text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
+    parts = [text("\n\n".join(_introduction(script))), code(INSTALL.format(name=script.name))]
+    for heading, sentences, source in cells(script.read_text()):
+        parts += [text(f"## {heading}\n\n{sentences}".strip()), code(source)]
+    output, pictures = _output(script, short)
+    shown = [f"![{picture.stem}](attachment:{picture.name})" for picture in pictures]
+    attachments = {
+        picture.name: {"image/png": base64.b64encode(picture.read_bytes()).decode()}
+        for picture in pictures
+    }
+    parts += [code(PICTURES), text("\n\n".join([*output, *shown]), attachments=attachments)]
+    for number, part in enumerate(parts):
+        part["id"] = f"cell-{number}"  # otherwise random, and each build would differ
+    return nbformat.v4.new_notebook(cells=parts)
+
+
 def _write_page(script: pathlib.Path, short: pathlib.Path) -> None:
-    """Writes the page of an example, and copies its pictures."""
+    """Writes the page and the notebook of an example, and copies its pictures."""
     target = DOCS / "guides" / script.stem
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
-    for picture in _results(script, short)[1].rglob("*.png"):
+    for picture in _output(script, short)[1]:
         shutil.copy(picture, target)
+    nbformat.write(notebook(script, short), target / f"{script.stem}.ipynb")
     write(DOCS / "guides" / f"{script.stem}.md", _page(script, short))
 
 
