@@ -105,6 +105,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.first_step $(filter --quick --update,$(ARGS))
 	$(BIN)/python -m benchmarks.saving $(filter --update,$(ARGS))
 	$(BIN)/python -m benchmarks.logging $(filter --update,$(ARGS))
+	$(if $(filter --update,$(ARGS)),$(BIN)/python -m benchmarks.chart)
 	$(if $(filter --update,$(ARGS)),-$(BIN)/python -m benchmarks.figures)
 
 # Those whose environments have been made: see bench-peers.

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from benchmarks.report import RESULTS, Results, cell, milliseconds
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = ("README.md", "docs/index.md", "docs/performance.md", "docs/comparison.md")
+PAGES = ("README.md", "docs/performance.md", "docs/comparison.md")
 MARK = re.compile(r"<!-- figures: (\S+) -->")
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 ROW = re.compile(r"\| (\S+) \((\d+)\) \|")
@@ -101,7 +101,7 @@ def _beside_fused(results: dict[str, Ways], name: str, *others: str) -> list[str
     return [f"{times(results[name], way, 'functrain-fused'):.2f}" for way in others]
 
 
-README = ("README.md", "docs/index.md")
+README = ("README.md",)
 PERFORMANCE = ("docs/performance.md",)
 SENTENCES = [
     Sentence(

@@ -53,6 +53,9 @@ napoleon_google_docstring = True
 
 html_theme = "furo"
 pygments_dark_style = "github-dark"
+html_baseurl = os.environ.get(
+    "READTHEDOCS_CANONICAL_URL", "https://functrain.readthedocs.io/en/latest/"
+)
 html_title = f"functrain {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

@@ -19,6 +19,7 @@ from sphinx.errors import ExtensionError
 DOCS = pathlib.Path(__file__).parents[1]
 ROOT = DOCS.parent
 SHOWN = {  # files outside docs/, and the pages that show them
+    "README.md": "index",
     "CHANGELOG.md": "more/changelog",
     "CONTRIBUTING.md": "more/contributing",
     "benchmarks/README.md": "more/benchmarks",
@@ -84,18 +85,12 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
     origin = next((ROOT / path for path, shown in SHOWN.items() if shown == page), None)
     folder = (origin or pathlib.Path(app.env.doc2path(page))).parent
     text = LINK.sub(lambda match: _link(match, folder, page), source[0])
-    if BLOCK.search(text) and origin is None:
+    if BLOCK.search(text) and (origin is None or page == "index"):
         devices = DEVICES.get(page, 1)
         head = HEAD.format(digest=digest(), examples=str(ROOT / "examples"), devices=devices)
         text = WRITTEN_OUTPUT.sub("", text)  # the notebook shows the actual output
         text = head + BLOCK.sub(r"```{code-cell} python\n\1```", text)
-    source[0] = text + _api_reference() + _contents() if page == "index" else text
-
-
-def _api_reference() -> str:
-    """Returns a section with links to the pages of the API, which only the site has."""
-    links = [f"- [](/{page}.rst)" for page in CONTENTS["API"].split()]  # without words: the title
-    return "\n".join(["", "## API reference", "", *links, ""])
+    source[0] = text + _contents() if page == "index" else text
 
 
 def _contents() -> str:
@@ -128,7 +123,7 @@ def _link(match: re.Match[str], folder: pathlib.Path, page: str) -> str:
         return f"![{words}]({os.path.relpath(target, (DOCS / page).parent)})"
     if target.parent == ROOT / "examples" and target.suffix == ".py":
         inside = f"docs/guides/{target.stem}.md"
-    elif inside == "README.md" or target == DOCS:
+    elif target == DOCS:
         inside = "docs/index.md"
     elif inside in SHOWN:
         inside = f"docs/{SHOWN[inside]}.md"
@@ -177,6 +172,26 @@ def _write_shown(app: Sphinx) -> None:
         write(DOCS / f"{page}.md", (ROOT / path).read_text())
 
 
+def _write_for_language_models(app: Sphinx, exception: Exception | None) -> None:
+    """Writes the pages as markdown, and llms.txt, which lists them: see https://llmstxt.org."""
+    if app.builder.format != "html" or exception is not None:
+        return
+    lines = ["# functrain", "", f"> {_first_paragraph((ROOT / 'README.md').read_text())}"]
+    for caption in ("Using functrain", "Guides"):
+        lines += ["", f"## {caption}", ""]
+        for page in CONTENTS[caption].split():
+            text = (DOCS / f"{page}.md").read_text()
+            write(pathlib.Path(app.outdir, f"{page}.md"), text)
+            title = text.partition("\n")[0].removeprefix("# ")
+            url = f"{app.config.html_baseurl}{page}.md"
+            lines.append(f"- [{title}]({url}): {_first_paragraph(text).partition('. ')[0]}")
+    write(pathlib.Path(app.outdir, "llms.txt"), "\n".join([*lines, ""]))
+
+
+def _first_paragraph(text: str) -> str:
+    return " ".join(text.split("\n\n")[1].strip("*").split())
+
+
 def write(path: pathlib.Path, text: str) -> None:
     """Writes a generated page, unless the file has this text already."""
     path.parent.mkdir(exist_ok=True)
@@ -190,4 +205,5 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", _read)
     app.connect("env-updated", _require_all_ran)
     app.connect("html-page-context", _require_no_noise)
+    app.connect("build-finished", _write_for_language_models)
     return {"parallel_read_safe": True}

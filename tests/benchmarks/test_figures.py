@@ -5,8 +5,12 @@ import shutil
 
 import pytest
 
-from benchmarks import figures
+from benchmarks import chart, figures
 from benchmarks.report import cell
+
+
+def test_the_chart_of_the_front_page_is_that_of_the_results() -> None:
+    assert chart.CHART.read_text() == chart.drawn(chart.panels())
 
 
 def test_the_figures_of_the_pages_are_those_of_the_results() -> None:
