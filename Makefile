@@ -26,7 +26,7 @@ export KERAS_BACKEND := jax
 # Without bytecode every worker compiles the packages, and rewrites all tests, each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-remote test-tpu test-cuda test-wheel smoke smoke-head docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
+.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-slurm test-remote test-tpu test-cuda test-wheel smoke smoke-head docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -58,6 +58,11 @@ test-adapters: .venv-adapters/.ready
 # Runs within Ray, in an environment that has it. ARGS="-m ray" adds the 20 kills.
 test-ray: .venv-ray/.ready
 	.venv-ray/bin/python -m pytest -m "ray and not long" tests/distributed/test_ray.py $(ARGS)
+
+# Jobs of a real Slurm on this machine: `sudo .ci/slurm start` before, and `sudo .ci/slurm stop` after.
+# ARGS="-m slurm" adds the 20 kills.
+test-slurm: $(READY)
+	$(BIN)/python -m pytest -m "slurm and not long" tests/distributed/test_slurm.py $(ARGS)
 
 # Checkpoints in emulations of object stores, in an environment that has them. ARGS="-m remote" adds
 # the 100 kills.

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -30,8 +31,10 @@ def loss_fn(params, model_state, batch, *, rng, training):  # type: ignore[no-un
     return jnp.mean((hidden @ params["v"] - y) ** 2), ft.Aux(model_state)
 
 
-def main(directory: str, epochs: int, fatal: int | None = None) -> None:
-    processes = int(os.environ["JAX_NUM_PROCESSES"])
+def main(
+    directory: str, epochs: int, fatal: int | None = None, hooks: Sequence[ft.hooks.Hook] = ()
+) -> None:
+    processes = int(os.environ.get("JAX_NUM_PROCESSES") or os.environ["SLURM_NTASKS"])
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // processes}"
     ft.distributed.initialize()
     mesh = ft.sharding.mesh({"data": 4})
@@ -67,7 +70,7 @@ def main(directory: str, epochs: int, fatal: int | None = None) -> None:
         epochs=epochs,
         checkpointer=checkpoints,
         sharding=rows,
-        hooks=[report, ft.hooks.CSVLogger(f"{directory}.csv", every=ft.every(steps=3))],
+        hooks=[report, ft.hooks.CSVLogger(f"{directory}.csv", every=ft.every(steps=3)), *hooks],
         fuse=2,
         verbose="lines",
     )
