@@ -29,7 +29,7 @@ SHOWN = {  # files outside docs/, and the pages that show them
 }
 CONTENTS = {  # the captions of the sidebar, and the pages under each
     "Using functrain": "getting-started training keras checkpoints devices accelerators "
-    "populations performance comparison migrating",
+    "populations performance comparison from-pytorch from-keras from-flax",
     "Guides": "guides/mnist guides/from_scratch guides/customize_fit guides/optax_in_keras "
     "guides/flax_model guides/eager_jit_fused guides/resume guides/several_hosts "
     "guides/long_run "
@@ -44,7 +44,7 @@ CONTENTS = {  # the captions of the sidebar, and the pages under each
     "Project": "more/changelog more/contributing",
 }
 MADE_BY_THE_BUILD = ("guides", "api", "more")
-DEVICES = {"devices": 8, "migrating": 8}  # devices a page runs on, if not one
+DEVICES = {"devices": 8, "from-flax": 8}  # devices a page runs on, if not one
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # An indented block right below a python block is the output that the page's author expects.
 WRITTEN_OUTPUT = re.compile(r"(?<=^```\n)\n(?: {4}.*\n)+", re.MULTILINE)
