@@ -5,11 +5,21 @@ The site runs all of them; but for one, what they print is looked at by the long
 
 import os
 import pathlib
+import random
+import signal
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
+from typing import Any
 
+import jax
+import numpy as np
+import optax
 import pytest
+from safetensors.numpy import load_file
+
+from tests import fork_server
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[a-z]*.py"))
@@ -180,3 +190,106 @@ def test_a_language_model_is_fine_tuned_and_predicts_the_same_elsewhere(tmp_path
         assert number(output, f"{dtype}: loss", "loss on Othello") < base + 0.1
     assert number(output, "logits here", "at most") < 1e-5
     assert (tmp_path / "finetune.png").exists()
+
+
+def pretrain_until(checkpoints: int, folder: pathlib.Path) -> str:
+    """Pretrains until there are so many checkpoints, and kills the process a moment later."""
+    command = [sys.executable, str(EXAMPLES / "pretrain.py"), "--quick", "--output", str(folder)]
+    process = fork_server.Popen(command, stdout=subprocess.PIPE, text=True, cwd=EXAMPLES.parent)
+    while process.poll() is None:
+        if len(list(folder.glob("checkpoints/*/checkpoint.json"))) >= checkpoints:
+            time.sleep(random.uniform(0, 0.1))
+            process.kill()
+            break
+        time.sleep(0.005)
+    printed = process.communicate(timeout=300)[0]
+    assert process.returncode == (0 if checkpoints > 10 else -signal.SIGKILL)
+    return printed
+
+
+def trained(folder: pathlib.Path) -> dict[str, bytes]:
+    """Returns every array of the last checkpoint but the times."""
+    (path,) = folder.glob("checkpoints/000000000060/*.safetensors")
+    return {
+        name: x.tobytes()
+        for name, x in load_file(path).items()
+        if "seconds" not in name and "throughput" not in name
+    }
+
+
+@pytest.mark.long
+def test_a_pretraining_killed_twice_at_random_is_that_of_one_run(tmp_path) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    samples = pretrain_until(99, straight).partition("--- sample")[2]
+    for checkpoints in (1, 3):
+        pretrain_until(checkpoints, killed)
+    printed = pretrain_until(99, killed)
+    assert printed.count("resuming after") == 1
+    expected, found = trained(straight), trained(killed)
+    assert found == expected
+    assert any("embedding" in name for name in found)
+    assert any("history" in name for name in found)
+    assert printed.partition("--- sample")[2] == samples.replace(str(straight), str(killed))
+
+
+@pytest.fixture
+def pretrain(monkeypatch, tmp_path) -> dict[str, Any]:
+    """Returns the names of pretrain.py up to its model."""
+    script = EXAMPLES / "pretrain.py"
+    monkeypatch.setattr(sys, "argv", [str(script), "--quick", "--output", str(tmp_path)])
+    monkeypatch.syspath_prepend(EXAMPLES)
+    names: dict[str, Any] = {}
+    exec(compile(script.read_text().partition("# %% The loss")[0], script.name, "exec"), names)
+    return names
+
+
+def test_packed_documents_have_the_loss_of_each_alone(pretrain) -> None:
+    ft, grain = pretrain["ft"], pretrain["grain"]
+    spans = sorted(pretrain["spans"].tolist(), key=lambda span: span[1] - span[0])[40:52]
+    lengths = [end - start for start, end in spans]
+    # A row that exactly holds the documents, so that none is cut at its end.
+    pretrain["size"] = pretrain["size"]._replace(length=sum(lengths))
+    (batch,) = pretrain["batches"](grain.MapDataset.source(spans), 1)
+    assert batch[0]["segments"].max() == len(spans)
+    with jax.enable_x64(True):
+        model = ft.from_nnx(pretrain["GPT"])
+        key = jax.random.key(0)
+        params, _ = model.init(key, batch[0])
+        leaves, structure = jax.tree.flatten(params)
+        keys = jax.random.split(key, len(leaves))
+        # The layers that begin with zeros would not show what tokens attend to.
+        params = structure.unflatten(
+            x + 0.3 * jax.random.normal(k, x.shape, np.float64)
+            for k, x in zip(keys, leaves, strict=True)
+        )
+        loss = optax.softmax_cross_entropy_with_integer_labels
+        loss_fn = ft.supervised(model, loss, reduction="weighted_mean")
+        packed, aux = loss_fn(params, {}, batch, rng=None, training=False)
+        alone = 0.0
+        for start, end in spans:
+            tokens = pretrain["tokens"][start : end + 1].astype(np.int32)[None]
+            positions = np.arange(end - start)[None]
+            inputs = {"tokens": tokens[:, :-1], "segments": 0 * positions, "positions": positions}
+            logits = model.apply(params, {}, inputs).outputs
+            assert logits.dtype == np.float64
+            alone += float(loss(logits, tokens[:, 1:]).sum())
+    assert int(aux.weight) == sum(lengths)
+    # jax.nn.dot_product_attention computes its softmax in float32, whatever the dtype.
+    np.testing.assert_allclose(packed, alone / sum(lengths), rtol=1e-8)
+
+
+@pytest.mark.parametrize(("name", "millions"), [("gpt2", 124), ("gpt2-xl", 1_555)])
+def test_the_sizes_of_gpt2_have_its_number_of_params(name, millions, pretrain) -> None:
+    batch = next(iter(pretrain["train"]))
+    pretrain["size"] = pretrain["SIZES"][name]
+    params, _ = jax.eval_shape(pretrain["model"].init, jax.random.key(0), batch[0])
+    assert round(sum(x.size for x in jax.tree.leaves(params)) / 1e6) == millions
+
+
+@pytest.mark.long
+def test_a_model_of_keras_is_pretrained_as_well(tmp_path) -> None:
+    options = ("--quick", "--model", "keras", "--output", tmp_path)
+    output = run(EXAMPLES / "pretrain.py", *options).splitlines()
+    assert (
+        number(output, "epoch 10/10", "val_loss") < number(output, "epoch 1/10", "val_loss") - 0.3
+    )

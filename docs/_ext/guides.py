@@ -70,6 +70,7 @@ TITLES = {
     "mnist": "MNIST with Keras and optax",
     "optax_in_keras": "Optax optimizers in Keras",
     "ppo": "Reinforcement learning with PPO",
+    "pretrain": "Pretraining a GPT",
     "resume": "Resuming a killed run",
     "several_hosts": "Several devices and hosts",
     "sweep": "Learning-rate sweep",

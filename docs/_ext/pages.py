@@ -34,7 +34,8 @@ CONTENTS = {  # the captions of the sidebar, and the pages under each
     "guides/flax_model guides/eager_jit_fused guides/resume guides/several_hosts "
     "guides/long_run "
     "guides/will_it_fit guides/sweep guides/lora guides/ensemble guides/vae guides/distillation "
-    "guides/text guides/finetune guides/hugging_face guides/diffusion guides/ppo guides/dcgan",
+    "guides/text guides/pretrain guides/finetune guides/hugging_face guides/diffusion guides/ppo "
+    "guides/dcgan",
     "API": "api/training api/steps api/models api/fusing api/checkpoints api/events api/hooks "
     "api/metrics api/tx api/inspect api/sharding api/targets api/distributed api/population "
     "api/export api/rewrites api/bridge",
