@@ -26,7 +26,7 @@ export KERAS_BACKEND := jax
 # Without bytecode every worker compiles the packages, and rewrites all tests, each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-slurm test-remote test-tpu test-cuda test-wheel smoke smoke-head docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
+.PHONY: train test test-quick test-slow test-all durations test-adapters test-ray test-slurm test-remote test-trackers test-tpu test-cuda test-wheel smoke smoke-head docs guides bench bench-peers bench-hub bench-gpu bench-targets lint ruff mypy clean
 
 train: $(READY)
 	$(BIN)/python examples/mnist.py
@@ -68,6 +68,10 @@ test-slurm: $(READY)
 # the 100 kills.
 test-remote: .venv-remote/.ready
 	.venv-remote/bin/python -m pytest $(SPREAD) -m "remote and not long" tests/checkpoint $(ARGS)
+
+# Experiment trackers and their offline modes, in an environment that has them.
+test-trackers: .venv-trackers/.ready
+	.venv-trackers/bin/python -m pytest -m trackers tests/hooks $(ARGS)
 
 # Programs for TPUs and NVIDIA GPUs, from their compilers, which need no device. ARGS="-m tpu" adds
 # those that take long.
@@ -137,13 +141,13 @@ bench-hub: .venv-hub/.ready
 	.venv-$*/bin/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(IN_$*)
 	@touch $@
 
-# Object stores need older releases of some packages than the other environments have. In one call, pip
-# does not find the releases that it finds in two.
-.venv-remote/.ready: constraints.txt
-	$(PYTHON) -m venv --clear .venv-remote
-	grep -E '^(jax|jaxlib|flax|optax|chex|keras|numpy|orbax-checkpoint|pytest)' constraints.txt > .venv-remote/constraints.txt
-	.venv-remote/bin/python -m pip install --quiet --constraint .venv-remote/constraints.txt --editable '.[test,remote]'
-	.venv-remote/bin/python -m pip install --quiet --constraint .venv-remote/constraints.txt s3fs gcsfs 'moto[server]' gcp-storage-emulator
+# Object stores and trackers need older releases of some packages than the other environments have. In
+# one call, pip does not find the releases that it finds in two.
+.venv-remote/.ready .venv-trackers/.ready: .venv-%/.ready: constraints.txt
+	$(PYTHON) -m venv --clear .venv-$*
+	grep -E '^(jax|jaxlib|flax|optax|chex|keras|numpy|orbax-checkpoint|pytest)' constraints.txt > .venv-$*/constraints.txt
+	.venv-$*/bin/python -m pip install --quiet --constraint .venv-$*/constraints.txt --editable '.[test,$(EXTRAS_$*)]'
+	$(if $(IN_$*),.venv-$*/bin/python -m pip install --quiet --constraint .venv-$*/constraints.txt $(IN_$*))
 	@touch $@
 
 # Only a compiler, beside the packages of $(VENV): all of jax[cuda12] takes 5 GB.
@@ -157,6 +161,9 @@ IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
 IN_keras-head := keras-nightly jax
 IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata transformers peft nbclient ipykernel kubeflow-trainer-api pyyaml # keras-hub brings TensorFlow
+EXTRAS_remote := remote
+IN_remote := s3fs gcsfs 'moto[server]' gcp-storage-emulator
+EXTRAS_trackers := wandb,mlflow,trackio,comet
 IN_ray := --editable '.[test,ray]'
 IN_hub := --editable '.[plot]' keras-hub # brings TensorFlow, which it imports
 

@@ -97,7 +97,7 @@ def _require_callbacks(callbacks: Any) -> None:
     """Raises TypeError for a class instead of an object of it, or a hook of functrain."""
     advice = (
         "Pass objects, not classes. Hooks of functrain go into functrain.fit(hooks=), except for "
-        "the loggers TensorBoard, JSONLines and WandB, which bridge.fit takes as well; a "
+        "the loggers TensorBoard, JSONLines and the trackers, which bridge.fit takes as well; a "
         "Checkpointer goes into bridge.fit(checkpointer=)."
     )
     for callback in flat(callbacks):

@@ -76,8 +76,8 @@ def fit(
       batch_size: Examples per step; 32 if the data do not determine it.
       epochs: Number of the epoch to stop before.
       verbose: "auto", 0, 1 or 2.
-      callbacks: Keras callbacks, and the loggers `TensorBoard`, `JSONLines` and `WandB` of
-        `functrain.hooks`.
+      callbacks: Keras callbacks, and of `functrain.hooks` the loggers `TensorBoard` and `JSONLines`
+        and every `Tracker`, such as `WandB`.
       validation_split: Fraction of the arrays to evaluate on.
       validation_data: Data to evaluate on.
       shuffle: True to shuffle arrays before each epoch, or "batch".

@@ -69,7 +69,8 @@ PAGES = {  # by file name, in the order of the sidebar
         "Hooks (ft.hooks)",
         "functrain.hooks",
         "Hook Evaluate EarlyStopping ReduceLROnPlateau TerminateOnNaN CSVLogger JSONLines "
-        "TensorBoard WandB RayReport Sample Profile Throughput Goodput Watchdog",
+        "TensorBoard Tracker WandB MLflow Trackio Comet RayReport Sample Profile Throughput "
+        "Goodput Watchdog",
     ),
     "metrics": Page(
         "Metrics (ft.metrics)",

@@ -23,8 +23,9 @@ from functrain.loop._events import Event
 class Sample:
     """A hook that makes pictures or texts from the state on a schedule, for you to look at.
 
-    Loggers that come after it log them: `TensorBoard` and `WandB`, and for texts `JSONLines`. With
-    a directory, they are also written there, such as ``sample-00001200.png`` at step 1200.
+    Loggers that come after it log them: `TensorBoard`, trackers such as `WandB`, and for texts
+    `JSONLines`. With a directory, they are also written there, such as ``sample-00001200.png`` at
+    step 1200.
 
     Args:
       make: A function of the state that returns a picture, a text, or a dict of them by name. A

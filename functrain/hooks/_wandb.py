@@ -1,24 +1,31 @@
 """Values, pictures and texts for Weights & Biases."""
 
 import html
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from functrain.common._library import import_optional
-from functrain.hooks._logger import Line, Logger
+from functrain.hooks._tracker import Tracker
 
 
-class WandB(Logger):
+class WandB(Tracker):
     """A hook that logs to Weights & Biases, with wandb.
 
     Names are those of `functrain.hooks.TensorBoard`; wandb's step is the training step. The values
     of a step are exact, and are logged one program late.
 
-    A run that a `functrain.Checkpointer` resumes continues the same wandb run. wandb keeps the
-    values that a killed process had logged after its checkpoint, and ignores them when they are
-    logged again; they are identical. Offline, each process writes a new folder with the same id.
+    A run that a `functrain.Checkpointer` resumes continues the same wandb run. Online, wandb
+    ignores the steps that a killed process had logged after its checkpoint when they are logged
+    again; they are identical. What it had not sent yet when the process was killed is missing.
+
+    Offline, wandb drops the last 32 KiB if the process is killed. A checkpoint therefore finishes
+    the run in its folder, in milliseconds, and the next line continues it in a new folder with the
+    same id, in a fifth of a second. If the process was killed, the folder that was begun after the
+    checkpoint gets the prefix ``killed-``. The others, which ``wandb sync`` uploads in their order,
+    have each step once.
 
     Args:
       every: The logs of every `every`-th step are logged, at about 0.1 ms each.
@@ -36,26 +43,29 @@ class WandB(Logger):
     """
 
     def __init__(self, *, every: int = 100, **init: Any) -> None:
-        super().__init__(every)
+        super().__init__(every=every)
         self.init = init
         hint = "Weights & Biases need their library: pip install 'functrain[wandb]'"
         self._wandb = import_optional("wandb", hint)
-        self._id: str | None = None
-        self.run: Any = None
+        # The last folder of wandb that was finished.
+        self._folder: pathlib.Path | None = None
 
-    def begin(self) -> None:
-        """Starts a wandb run, or resumes the one of the checkpoint."""
-        if self.run is None:
-            resumed = {} if self._id is None else {"id": self._id, "resume": "allow"}
-            # The id of the checkpoint takes precedence over one of the user's.
-            self.run = self._wandb.init(**{**self.init, **resumed})
+    def start(self, run_id: str | None) -> tuple[str, Mapping[str, int]]:
+        """Starts a wandb run, or resumes the one with an id."""
+        # The id of the checkpoint takes precedence over one of the user's.
+        resumed: dict[str, Any] = {} if run_id is None else {"id": run_id, "resume": "allow"}
+        settings = self.init.get("settings") or {}
+        if self.run is not None and isinstance(settings, dict):
+            # After a pause, within the progress of the run.
+            resumed["settings"] = {**settings, "silent": True}
+        self.run = self._wandb.init(**{**self.init, **resumed})
+        return self.run.id, {}
 
-    def write(self, lines: Sequence[Line]) -> None:
-        """Logs lines."""
-        self.begin()
-        for line in lines:
-            samples = {name: self._media(x) for name, x in line.samples.items()}
-            self.run.log({**line.values, **samples}, step=line.step)
+    def log(
+        self, step: int, values: dict[str, float], samples: dict[str, np.ndarray | str]
+    ) -> None:
+        """Logs what belongs to a step."""
+        self.run.log({**values, **{name: self._media(x) for name, x in samples.items()}}, step=step)
 
     def _media(self, sample: np.ndarray | str) -> Any:
         if isinstance(sample, str):
@@ -63,16 +73,28 @@ class WandB(Logger):
             return self._wandb.Html(f"<pre>{html.escape(sample)}</pre>", inject=False)
         return self._wandb.Image(sample)
 
+    def flush(self) -> None:
+        """Pauses the run if it is offline: wandb has no other way to write what is logged."""
+        if self.run is not None and self.run.offline:
+            self.pause()
+
+    def finish(self) -> None:
+        """Finishes the wandb run."""
+        self._folder = pathlib.Path(self.run.dir).parent
+        self.run.finish()
+
     def state(self) -> dict[str, Any]:
-        """Returns the id of the wandb run, for the checkpoint."""
-        return {"id": None if self.run is None else self.run.id}
+        """Returns the id of the wandb run and its last folder that is finished."""
+        state = super().state()
+        return {**state, "folder": None if self._folder is None else str(self._folder)}
 
     def restore(self, state: dict[str, Any], /) -> None:
-        """Makes the next run resume the wandb run with the saved id."""
-        self._id = state["id"]
-
-    def end(self) -> None:
-        """Finishes the wandb run."""
-        if self.run is not None:
-            self.run.finish()
-        self.run = self._id = None
+        """Makes the next `start` continue the wandb run; puts later folders of it aside."""
+        super().restore(state)
+        # Checkpoints of earlier versions have no folder.
+        if state.get("folder") is not None:
+            self._folder = pathlib.Path(state["folder"])
+            # The name of a folder is its time, and then the id.
+            for folder in self._folder.parent.glob(f"offline-run-*-{self.run_id}*"):
+                if folder.name > self._folder.name:
+                    folder.rename(folder.with_name(f"killed-{folder.name}"))

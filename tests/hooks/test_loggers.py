@@ -162,9 +162,9 @@ def test_a_logger_that_cannot_write_warns_once_and_training_continues(
     kind, tmp_path, monkeypatch
 ) -> None:
     if kind == "WandB":
-        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=full_disk))
+        run = types.SimpleNamespace(id="x", dir="x/y", log=full_disk, finish=full_disk)
+        monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda: run))
         log = ft.hooks.WandB(every=1)
-        log.run = types.SimpleNamespace(id="x", log=full_disk, finish=full_disk)
     else:
         log = getattr(ft.hooks, kind)(tmp_path / "log")
         name = {"TensorBoard": "_event"}.get(kind, "_add")
@@ -242,6 +242,9 @@ def test_pictures_and_texts_reach_event_files_and_texts_json(tmp_path) -> None:
     [
         ("tensorboardX", lambda: ft.hooks.TensorBoard("x"), r"'functrain\[tensorboard\]'"),
         ("wandb", lambda: ft.hooks.WandB(), r"'functrain\[wandb\]'"),
+        ("mlflow", lambda: ft.hooks.MLflow(), r"'functrain\[mlflow\]'"),
+        ("trackio", lambda: ft.hooks.Trackio(), r"'functrain\[trackio\]'"),
+        ("comet_ml", lambda: ft.hooks.Comet(), r"'functrain\[comet\]'"),
         ("PIL", lambda: ft.hooks.Sample(abs, directory="x"), r"'functrain\[pictures\]'"),
     ],
 )
