@@ -8,7 +8,7 @@ import jax
 
 from functrain.checkpoint._checkpointer import Checkpointer
 from functrain.checkpoint._directory import path_of
-from functrain.common._checks import require
+from functrain.common._checks import require, require_instance
 from functrain.common._library import import_optional
 from functrain.common._log_values import is_loggable, split_members
 from functrain.engine._trigger import Every, Trigger, as_trigger
@@ -36,6 +36,7 @@ class RayReport:
       every: A number of steps, or a trigger by steps or epochs. The end of each epoch by default.
 
     Raises:
+      TypeError: `checkpointer` is something else.
       ValueError: `every` is something else.
       ImportError: Ray is not installed.
       RuntimeError: From Ray when the run begins, if it is not in a function of a trainer.
@@ -52,6 +53,10 @@ class RayReport:
     acts_at_end: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if self.checkpointer is not None:
+            advice = "Pass that of the run."
+            expected = "a functrain.Checkpointer"
+            require_instance("checkpointer", self.checkpointer, Checkpointer, expected, advice)
         self.every = as_trigger(self.every, Every(epochs=1))
         has_clock = getattr(self.every, "seconds", None) is not None
         expected = "functrain.every(steps=...) or epochs=, since the clocks of workers differ"

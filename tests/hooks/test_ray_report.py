@@ -64,11 +64,13 @@ def test_a_run_that_fails_makes_no_last_report(ray: Ray) -> None:
     assert ray.reports == []
 
 
-def test_a_clock_is_refused_and_without_ray_the_error_says_how_to_install_it(
+def test_a_clock_and_a_path_are_refused_and_without_ray_the_error_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ValueError, match="clocks of workers differ"):
         ft.hooks.RayReport(every=ft.every(seconds=60))
+    with pytest.raises(TypeError, match="Pass that of the run"):
+        ft.hooks.RayReport("gs://bucket/run")
     monkeypatch.setitem(sys.modules, "ray.train", None)
     with pytest.raises(ImportError, match=r"functrain\[ray\]"):
         ft.hooks.RayReport()
