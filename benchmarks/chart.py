@@ -24,7 +24,7 @@ ON_GPU = {
     "Keras fit, steps_per_execution=32": "Keras, 32 steps at a time",
     "Keras fit": "Keras on JAX",
 }
-WIDTH, LEFT, LINE = 520, 190, 26
+WIDTH, LEFT, LINE = 560, 215, 26
 # On white and on black.
 TEXT, OURS, OTHERS = "#7a828c", "#2f7fd0", "#9aa4b0"
 
