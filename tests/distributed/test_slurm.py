@@ -254,6 +254,15 @@ def test_a_cancelled_job_is_saved_and_not_queued_again(submit, straight) -> None
     assert submit().ends() == [straight, straight]  # in the same folder
 
 
+def test_a_job_that_is_requeued_from_outside_is_saved_and_goes_on(submit, straight) -> None:
+    job = submit()
+    job.wait_for_steps()
+    subprocess.check_call(["scontrol", "requeue", job.number])
+    assert job.ends() == [straight, straight]
+    assert job.told("Restarts") == "1"
+    assert len(set(job.steps())) == len(job.steps())  # no step was taken twice
+
+
 @pytest.mark.parametrize("option", ["--fail-in=1", "--no-such-option"])
 def test_a_job_that_always_fails_is_started_a_few_times_and_not_queued_again(
     option, submit
