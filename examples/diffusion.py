@@ -119,7 +119,7 @@ state, history = ft.fit(
     eval_step=ft.eval_step(
         loss_fn,
         rng=jax.random.key(args.seed),
-        get_state=lambda s: s.replace(params=ft.tx.ema_params(s)),
+        get_state=ft.tx.averaged,
     ),
     hooks=[
         ft.hooks.Sample(

@@ -115,7 +115,7 @@ state, history = ft.fit(
     eval_step=ft.eval_step(
         loss_fn,
         metrics={"perplexity": perplexity},
-        get_state=lambda s: s.replace(params=ft.tx.ema_params(s)),
+        get_state=ft.tx.averaged,
     ),
 )
 

@@ -80,9 +80,7 @@ state, history = ft.fit(
     train,
     epochs=2 if args.quick else args.epochs,
     eval_data=validation,
-    eval_step=ft.eval_step(
-        loss_fn, logs=("rec", "kl"), get_state=lambda s: s.replace(params=ft.tx.ema_params(s))
-    ),
+    eval_step=ft.eval_step(loss_fn, logs=("rec", "kl"), get_state=ft.tx.averaged),
 )
 for name in ("rec", "kl"):
     first, *_, last = history.epochs[f"val_{name}"]

@@ -81,7 +81,8 @@ PAGES = {  # by file name, in the order of the sidebar
     "tx": Page(
         "Optimizers (ft.tx)",
         "functrain.tx",
-        "ema ema_params skip_non_finite skip_spikes loss_scale param_groups log_norm logged",
+        "ema averaged ema_params skip_non_finite skip_spikes loss_scale param_groups log_norm "
+        "logged",
     ),
     "inspect": Page(
         "Diagnostics (ft.inspect)",

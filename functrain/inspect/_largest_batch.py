@@ -8,6 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from functrain.common import _tree
 from functrain.common._checks import require, require_integer
+from functrain.common._repr import format_bytes
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.inspect._fit_program import require_batch_shapes
@@ -25,6 +26,7 @@ def largest_batch(
     target: Target | None = None,
     sharding: _placement.ShardingArg = None,
     donate: bool = False,
+    verbose: bool = True,
 ) -> int:
     """Returns the largest batch size whose `memory` fits into that of the device.
 
@@ -41,6 +43,7 @@ def largest_batch(
       target: As for `memory`.
       sharding: As for `memory`.
       donate: As for `memory`.
+      verbose: Print a line for each size.
 
     Returns:
       The number of examples; 0 if not even `multiple_of` fit.
@@ -54,7 +57,7 @@ def largest_batch(
       >>> def step(state, batch):
       ...     return state + jnp.mean(batch), {}
       >>> batch = jax.ShapeDtypeStruct((64, 1024), jnp.float32)
-      >>> size = largest_batch(jnp.zeros(()), step, batch, target=ft.target())
+      >>> size = largest_batch(jnp.zeros(()), step, batch, target=ft.target(), verbose=False)
       >>> size > 64, size % 8
       (True, 0)
     """
@@ -77,6 +80,12 @@ def largest_batch(
             raise ValueError(
                 "target: expected the devices, such as functrain.target('tpu:v5e'), got None. How "
                 "much memory a CPU may use is unknown; functrain.target() allows all of it."
+            )
+        if verbose:
+            fits = "fits" if needed.fits else "does not fit"
+            print(
+                f"{count * multiple_of:,} examples: {format_bytes(needed.total)}, {fits}",
+                flush=True,
             )
         # No batch fits beside a state that takes all of the memory.
         if needed.state + needed.original_state > needed.chip.memory_bytes:

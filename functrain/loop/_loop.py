@@ -323,7 +323,7 @@ class Loop:
             if is_asked_to_end or is_due:
                 self._save(event.values, self._trees_to_save())
             if is_asked_to_end:
-                saving.end(self.signals)
+                saving.end(self.signals, self.position.step)
         self.signals.handle_pending()
         return True
 

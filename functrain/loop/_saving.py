@@ -2,6 +2,7 @@
 
 import functools
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -164,12 +165,15 @@ class Saving:
             self._is_to_end = any(processes.gather(lambda: has_sigterm))
         return self._is_to_end
 
-    def end(self, signals: DeferredSignals) -> None:
-        """Passes the signal to its previous handler, which usually ends the run."""
+    def end(self, signals: DeferredSignals, step: int) -> None:
+        """Says what is saved, and passes the signal on, which usually ends the run."""
         # That handler may let the run continue.
         self._is_to_end = False
         with signals.discard_on_error():
             self._checkpointer.wait()
+        if jax.process_index() == 0:
+            where = self._checkpointer.directory
+            print(f"Saved after {step:,} steps: {where}. The same call resumes.", file=sys.stderr)
         # The signal may have reached another process only, so there may be no handler to call.
         if is_multiprocess():
             raise SystemExit(128 + signal.SIGTERM)

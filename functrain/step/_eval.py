@@ -42,7 +42,7 @@ def eval_step(
         the loss is.
       get_state: Returns the part of the training state to evaluate, an object with `params` and
         `model_state`. One of several networks: ``get_state=lambda states: states["student"]``.
-        Averaged params: ``get_state=lambda s: s.replace(params=ft.tx.ema_params(s))``.
+        Averaged params: ``get_state=ft.tx.averaged``.
       rng: A typed key `key[]`, for a loss that draws random numbers in evaluation too, such as
         that of a variational autoencoder. Batch number i gets ``fold_in(rng, i)``, the same in
         every evaluation, so that epochs can be compared. With None, the loss gets ``rng=None``.

@@ -64,6 +64,13 @@ class Bar:
         if self._notebook_display is None:
             self._progress.stop()
 
+    def remove(self) -> bool:
+        """Stops refreshing, and returns True if the bar was removed: in a notebook it stays."""
+        is_removed = self._notebook_display is None
+        self._progress.live.transient = is_removed
+        self.stop()
+        return is_removed
+
     def _texts(self) -> list[str]:
         """Returns the texts of the line, without the bar."""
         (task,) = self._progress.tasks

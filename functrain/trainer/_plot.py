@@ -42,6 +42,7 @@ def draw(history: "History") -> "Figure":
     figure = Curves(figsize=(5.2 * columns, 3.6 * rows), layout="constrained")
     panels = np.ravel(figure.subplots(rows, columns))
     for panel, name in zip(panels, names, strict=False):
+        panel.sharex(panels[0])
         _curves(panel, history, name)
     # The last row may have more panels than there are quantities.
     for panel in panels[max(1, len(names)) :]:

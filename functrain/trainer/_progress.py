@@ -1,5 +1,7 @@
 """A progress bar in a terminal or notebook, plain lines elsewhere."""
 
+import collections
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
@@ -9,6 +11,7 @@ from rich.console import Console
 
 from functrain.common._log_values import Unshown, format_value, to_values
 from functrain.common._types import PyTree
+from functrain.engine import _times
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._resuming import Resumed
@@ -23,6 +26,9 @@ REFRESH_SECONDS = 0.2
 
 class ProgressReport:
     """Shows the progress of a fit: steps, examples per second, logs, metrics, and time left.
+
+    The time for compiling and evaluation does not count for the examples per second. In a
+    terminal, the bar of an epoch becomes a line at its end.
 
     Args:
       epochs: The total number of epochs.
@@ -53,10 +59,12 @@ class ProgressReport:
         self._bar: Bar | None = None
         self._metrics: PyTree = {}
         self._refresh_time = 0.0
+        self._seconds: _times.Seconds = collections.defaultdict(float)
         self._begin(start.epoch, start.batch)
 
     def __enter__(self) -> Self:
         """Reports the checkpoint that is resumed, and shows the bar, if any."""
+        _times.ask(self._seconds)
         if self._resumed:
             self._print(self._resumed.describe())
         if self._shows_bar and not (self._resumed and self._resumed.finished):
@@ -65,6 +73,7 @@ class ProgressReport:
 
     def __exit__(self, *_: object) -> None:
         """Stops the bar at the last step, also after an error."""
+        _times.end(self._seconds)
         if self._bar is not None:
             self._bar.update(completed=self._steps)
             self._bar.stop()
@@ -97,10 +106,10 @@ class ProgressReport:
         if self._bar is not None:
             # Now the number of steps is known, even for data without a length.
             self._bar.update(total=self._steps, completed=self._steps, values=text)
-            self._bar.stop()
-            self._bar = None
-        elif not self._shows_bar:
-            self._print(f"{self._title}  {self._steps} steps  {text}")
+        line = f"{self._title}  {self._steps} steps  {text}"
+        if self._bar is None or self._bar.remove():
+            self._print(self._in_lines(line) if self._shows_bar else line)
+        self._bar = None
         self._begin(event.epoch + 1)
         # The bar of the next epoch is shown at once, unless this epoch was the last.
         if self._shows_bar and event.epoch + 1 < self._epochs and not event.stopped:
@@ -110,11 +119,20 @@ class ProgressReport:
         # Without soft_wrap, rich would break lines at the console's width, also in a log file.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    def _in_lines(self, text: str) -> str:
+        """Returns a text in lines as wide as the console, which break between two values."""
+        # In place of the spaces within values, which must not become line breaks.
+        joined = text.replace("  ", "\n").replace(" ", "\0").replace("\n", "  ")
+        indent = " " * (len(self._title) + 2)
+        lines = textwrap.wrap(joined, self._console.width, subsequent_indent=indent)
+        return "\n".join(lines).replace("\0", " ")
+
     def _begin(self, epoch: int, steps: int = 0) -> None:
         self._title = f"epoch {epoch + 1}/{self._epochs}"
         # The steps may include those before a checkpoint. The rate counts those of this process.
         self._steps, self._examples, self._unit = steps, 0, "steps"
         self._metrics = {}
+        self._seconds.clear()
         self._start_time = self._refresh_time = time.perf_counter()
 
     def _show(self) -> None:
@@ -122,7 +140,8 @@ class ProgressReport:
 
     def _text(self, values: Mapping[str, Any]) -> str:
         """Returns the rate and the values as a text."""
-        seconds = max(time.perf_counter() - self._start_time, 1e-9)
+        others = self._seconds["compiling"] + self._seconds["evaluation"]
+        seconds = max(time.perf_counter() - self._start_time - others, 1e-9)
         shown = {name: x for name, x in values.items() if not isinstance(name, Unshown)}
         texts = [f"{name} {format_value(value)}" for name, value in shown.items()]
         return "  ".join([f"{self._examples / seconds:,.0f} {self._unit}/s", *texts])

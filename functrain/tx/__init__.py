@@ -12,6 +12,7 @@ Examples:
   >>> tx = ft.tx.skip_non_finite(optax.chain(ft.tx.log_norm("grad_norm"), optax.adam(1e-3)))
 """
 
+from functrain.tx._ema import averaged as averaged
 from functrain.tx._ema import ema as ema
 from functrain.tx._ema import ema_params as ema_params
 from functrain.tx._groups import param_groups as param_groups
@@ -22,6 +23,7 @@ from functrain.tx._logs import log_norm as log_norm
 from functrain.tx._logs import logged as logged
 
 __all__ = [
+    "averaged",
     "ema",
     "ema_params",
     "log_norm",

@@ -103,9 +103,7 @@ def _round_to_dtype(x: jax.Array) -> jax.Array:
 def ema_params(state: Any) -> PyTree:
     """Returns the averaged params of a state whose optimizer includes `ema`.
 
-    ``state.replace(params=ft.tx.ema_params(state))`` is the state to evaluate, predict or export
-    with, and ``ft.eval_step(loss_fn, get_state=...)`` takes a function that returns it. Do not
-    train it: the average is continued from `state`.
+    `averaged` returns the state with them, to evaluate, predict or export with.
 
     Args:
       state: A TrainState.
@@ -144,3 +142,28 @@ def ema_params(state: Any) -> PyTree:
         return average.astype(param.dtype)
 
     return jax.tree.map(debiased, ema, state.params)
+
+
+def averaged(state: Any) -> Any:
+    """Returns a state with the averaged params of `ema_params` in place of its own.
+
+    It is the state to evaluate, predict or export with:
+    ``ft.eval_step(loss_fn, get_state=ft.tx.averaged)``. Do not train it: the average is continued
+    from `state`.
+
+    Args:
+      state: A TrainState whose optimizer includes `ema`.
+
+    Raises:
+      ValueError: As for `ema_params`.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from functrain import TrainState
+      >>> tx = optax.chain(optax.sgd(1.0), ema(0.5))
+      >>> state = TrainState.create(params={"w": jnp.zeros(2)}, tx=tx)
+      >>> state = state.apply_gradients({"w": jnp.ones(2)}, tx)
+      >>> print(state.params["w"], averaged(state).params["w"])
+      [-1. -1.] [-0.5 -0.5]
+    """
+    return state.replace(params=ema_params(state))

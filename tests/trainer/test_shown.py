@@ -36,15 +36,16 @@ def run(console):
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_the_bar_ends_at_its_last_step_with_all_values_in_any_width(width) -> None:
+def test_the_bar_of_an_epoch_becomes_lines_with_all_values_in_any_width(width) -> None:
     stream = io.StringIO()
     run(Console(file=stream, force_terminal=True, width=width, color_system=None))
     lines = [re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", line) for line in stream.getvalue().split("\n")]
-    drawn = [i for i, line in enumerate(lines) if "epoch 1/2" in line][-1]
+    drawn = [i for i, line in enumerate(lines) if "epoch 1/2  30 steps" in line][-1]
     last = [i for i, line in enumerate(lines) if "epoch 2/2" in line]
     finished = lines[drawn : last[0]]
-    for expected in ("30/30", "loss", "0.1235", "accuracy", "0.9877", "val_accuracy", "0.9"):
+    for expected in ("loss 0.1235", "accuracy 0.9877", "learning_rate 0.001", "val_accuracy 0.9"):
         assert any(expected in line for line in finished), finished
+    assert len(finished) == {60: 3, 80: 2, 160: 1}[width]
     assert "…" not in stream.getvalue()
     assert all(len(line.split("\r")[-1]) <= width for line in lines)
 

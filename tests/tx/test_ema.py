@@ -78,7 +78,7 @@ def test_under_multi_steps_it_takes_a_step_with_each_update() -> None:
 def test_a_fit_evaluates_with_the_average() -> None:
     tx = optax.chain(optax.sgd(0.1), ft.tx.ema(0.9))
     step = ft.train_step(loss_fn, tx)
-    judged = ft.eval_step(loss_fn, get_state=lambda s: s.replace(params=ft.tx.ema_params(s)))
+    judged = ft.eval_step(loss_fn, get_state=ft.tx.averaged)
     state, history = ft.fit(
         ft.TrainState.create(params=BEGIN, tx=tx),
         step,
