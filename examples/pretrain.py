@@ -4,7 +4,7 @@ The script learns a tokenizer, packs documents into rows, and trains a transform
 Muon and AdamW. It evaluates and samples with averaged weights. A run that was ended continues when
 the same command is given again, and its result is the same to the bit.
 
-    python examples/pretrain.py            # about ten minutes on two CPU cores
+    python examples/pretrain.py            # some minutes on two CPU cores
     python examples/pretrain.py --quick    # less than a minute, to try it out
     python examples/pretrain.py --size gpt2 --text train.bin
 
@@ -13,13 +13,16 @@ divided among all devices (FSDP):
 
 | `--size` | parameters | tokens in a step | steps | meant for |
 |---|---:|---:|---:|---|
-| `laptop` | 0.9 M | 4,096 | 500 | two CPU cores |
+| `laptop` | 0.9 M | 4,096 | 350 | two CPU cores |
 | `gpt2` | 124 M | 524,288 | 5,000 | one GPU |
 | `gpt2-xl` | 1.6 B | 524,288 | 50,000 | several GPUs |
 
 The text of `laptop` is four tragedies of Shakespeare. Larger models need more of it: `--text` takes
 a text file, plain or `.gz`, or a `.bin` file with the tokens of GPT-2 as 16-bit integers, such as
-those that nanoGPT's `data/openwebtext/prepare.py` writes.
+those that nanoGPT's `data/openwebtext/prepare.py` writes. A run of `gpt2` takes 56 GiB of an H100,
+as `ft.inspect.memory` estimates with the compiler for it.
+
+`docs/comparison.md` sets this script beside nanoGPT, nanochat, levanter and MaxText.
 """
 
 # %% Options
@@ -72,9 +75,9 @@ class Size(NamedTuple):
 
 SIZES = {
     "quick": Size(320, 32, 2, 2, 64, 8, 4, 60),
-    "laptop": Size(1_024, 128, 4, 4, 256, 16, 8, 500),
+    "laptop": Size(1_024, 128, 4, 4, 256, 16, 8, 350),
     "gpt2": Size(50_304, 768, 12, 12, 1_024, 512, 32, 5_000),
-    "gpt2-xl": Size(50_304, 1_600, 48, 25, 1_024, 512, 64, 50_000),
+    "gpt2-xl": Size(50_304, 1_600, 48, 25, 1_024, 512, 32, 50_000),
 }
 for option, value, known in (
     ("size", args.size, SIZES),
@@ -98,6 +101,8 @@ if path.suffix == ".bin":
 else:
     with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
         documents = re.split(args.split, file.read().decode("latin-1"))
+    if len(documents) < 10:
+        sys.exit(f"--split: expected at least 10 documents in {path}, got {len(documents)}")
     text, begin = "".join(f"\0{document}" for document in documents) + "\0", 0
     vocabulary_size = min(size.vocabulary, 4_096)
     vocabulary = [chr(byte) for byte in range(256)]
@@ -251,19 +256,21 @@ tx = ft.tx.skip_spikes(
 
 # %% The state. It is made on the devices that hold it. On a single device, nothing is divided
 mesh = ft.sharding.mesh({"data": -1})
-first = next(iter(train))
+first_batch = next(iter(train))
 
 
 def create():
-    params, model_state = model.init(jax.random.key(args.seed), first[0])
+    params, model_state = model.init(jax.random.key(args.seed), first_batch[0])
     return ft.TrainState.create(params=params, model_state=model_state, tx=tx)
 
 
 state = ft.sharding.create(create, mesh, ft.sharding.fsdp())
 step = ft.train_step(ft.micro_batches(loss_fn, size.micro_rows), tx, learning_rate=schedule)
 parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-flops = ft.inspect.cost(state, step, first).flops
-print(f"{parameters:,} parameters, {flops:.3g} FLOPs in a step of {first[1].size:,} tokens")
+flops = ft.inspect.cost(state, step, first_batch).flops
+print(
+    f"{parameters:,} parameters, {flops:.3g} FLOPs in a step of {size.rows * size.length:,} tokens"
+)
 
 # %% The evaluation. Bits per byte do not depend on the tokenizer, as the loss per token does
 mean = ft.metrics.mean_loss()
@@ -341,7 +348,7 @@ left.plot(
 )
 left.set(xlabel="step", ylabel="bits per byte")
 left.legend()
-right.imshow(first[0]["segments"], aspect="auto", interpolation="nearest", cmap="tab20")
+right.imshow(first_batch[0]["segments"], aspect="auto", interpolation="nearest", cmap="tab20")
 right.set(xlabel="token", ylabel="row", title="segments of the first batch")
 figure.savefig(args.output / "pretrain.png", dpi=120)
 print(f"\nvalidation: {history.epochs['val_bits_per_byte'][-1]:.3f} bits per byte")
