@@ -117,6 +117,10 @@ class Cost:
     def __repr__(self) -> str:
         return f"Cost({_format_time(self.seconds)} a step on {self.chip.name}, k={self.k})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Shows the tables in a notebook, as `print` does."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         """Returns the tables, at most 80 columns wide."""
         columns = ["layer", "kernels", "time", "share"]

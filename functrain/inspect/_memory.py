@@ -89,6 +89,10 @@ class Memory:
         fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
         return f"Memory({total}: state={state}, k={self.k}{fits})"
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Shows the tables in a notebook, as `print` does."""
+        printer.text(str(self))
+
     def __str__(self) -> str:
         """Returns a table of the largest leaves, the parts of the state and all other memory.
 

@@ -4,6 +4,7 @@ import io
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from functrain.common._library import import_optional
 
@@ -86,9 +87,10 @@ def _curves(panel: Any, history: "History", name: str) -> None:
 
 
 def _draw(
-    panel: Any, steps: np.ndarray, values: np.ndarray, color: str, label: str, **line: Any
+    panel: Any, steps: np.ndarray, values: ArrayLike, color: str, label: str, **line: Any
 ) -> None:
     """Draws a line; for a population a thin line per member, and their median."""
+    values = np.asarray(values)
     if values.ndim > 1:
         members = values.shape[1]
         # The more members, the more transparent their lines.

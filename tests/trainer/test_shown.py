@@ -120,6 +120,14 @@ def test_a_history_is_a_table_and_a_picture_in_a_notebook() -> None:
     assert Image.open(io.BytesIO(base64.b64decode(data))).width > 400
 
 
+def test_estimates_are_tables_in_a_notebook() -> None:
+    text = pytest.importorskip("IPython.lib.pretty").pretty
+    batch = jnp.ones((8, 300))
+    for estimate in (ft.inspect.memory, ft.inspect.cost):
+        made = estimate(STATE, step, batch)
+        assert text(made) == str(made) != repr(made)
+
+
 def test_of_many_epochs_the_first_and_the_last_are_shown() -> None:
     first = [row[0] for row in rows(history(epochs=200)._repr_html_())]
     assert first == ["epoch", "1", "2", "3", "...", *map(str, range(189, 201))]
@@ -130,6 +138,13 @@ def test_without_matplotlib_there_is_the_table(monkeypatch) -> None:
     html = history()._repr_html_()
     assert len(rows(html)) == 3
     assert "<img" not in html
+
+
+def test_the_lists_of_a_keras_history_are_plotted_in_panels_of_one_range() -> None:
+    keras_history = {"loss": [3.0, 2.0], "val_loss": [3.5, 2.5], "accuracy": [0.5, 0.75]}
+    loss, accuracy = ft.History({}, keras_history).plot().axes
+    assert [list(line.get_ydata()) for line in loss.lines] == [[3.0, 2.0], [3.5, 2.5]]
+    assert loss.get_xlim() == accuracy.get_xlim()
 
 
 def test_a_plot_of_many_quantities_has_rows_of_three() -> None:
