@@ -106,6 +106,16 @@ def test_the_cells_of_a_notebook_are_its_script(extension, script, short_run) ->
     nbformat.validate(notebook)
 
 
+@pytest.mark.parametrize(
+    ("name", "installed"), [("text", ""), ("pretrain", " grain"), ("finetune", " keras-hub")]
+)
+def test_a_notebook_installs_the_further_packages_of_its_script(
+    extension, short_run, name, installed
+) -> None:
+    notebook = extension("guides").notebook(ROOT / "examples" / f"{name}.py", short_run)
+    assert f'"./functrain-repository[plot]"{installed}\n' in notebook.cells[1].source
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["eager_jit_fused", "resume"])
 def test_a_notebook_runs_and_shows_its_pictures(extension, short_run, monkeypatch, name) -> None:

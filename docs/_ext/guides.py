@@ -35,6 +35,7 @@ from sphinx.util.display import status_iterator
 
 RUNS = DOCS / "_build" / "guides"
 SENTENCE_END = re.compile(r"(?<=\D)\.\s+")  # the period after a number, as in "1. Data", ends none
+PACKAGE = re.compile(r'"\w+": "pip install( [\w-]+)"')  # in the options of an example
 SHORT = """\
 No full run of this guide has been stored yet. The output below is from a short run. It shows that
 the code works, and does not reach the results that the text mentions."""
@@ -44,7 +45,7 @@ import pathlib, sys
 
 if not pathlib.Path("_example.py").exists():  # the notebook is not among the examples
     !git clone --quiet --depth 1 https://github.com/functrain/functrain functrain-repository
-    %pip install --quiet "./functrain-repository[plot]"
+    %pip install --quiet "./functrain-repository[plot]"{packages}
     %cd functrain-repository/examples
 
 sys.argv = ["{name}", "--quick"]  # without "--quick", the notebook runs in full"""
@@ -182,7 +183,9 @@ def _page(script: pathlib.Path, short: pathlib.Path) -> str:
 def notebook(script: pathlib.Path, short: pathlib.Path) -> nbformat.NotebookNode:
     """Returns an example as a notebook that installs what it needs and runs anywhere."""
     text, code = nbformat.v4.new_markdown_cell, nbformat.v4.new_code_cell
-    parts = [text("\n\n".join(_introduction(script))), code(INSTALL.format(name=script.name))]
+    packages = "".join(PACKAGE.findall(script.read_text()))
+    install = code(INSTALL.format(name=script.name, packages=packages))
+    parts = [text("\n\n".join(_introduction(script))), install]
     for heading, sentences, source in cells(script.read_text()):
         parts += [text(f"## {heading}\n\n{sentences}".strip()), code(source)]
     output, pictures = _output(script, short)
