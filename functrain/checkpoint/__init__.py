@@ -15,6 +15,8 @@ Files:
   _processes: coordination of the processes of one run
   _watch: new checkpoints, for an evaluation in another process
   _warm_start: parts of a state from a checkpoint, or from files of other programs
+  _selection: the leaves that a warm start takes, and where they are in the file
+  _pieces: how a leaf is made of arrays in a file
   _rename: rules by which arrays in those files are leaves of a state, and back
   _layout: the order of the axes of an array in a file and in a state
   _sources: what is at a path, and its reader

@@ -24,16 +24,39 @@ class Layout(NamedTuple):
     def is_permutation(self) -> bool:
         """Returns True if only the order of the axes differs."""
         groups = self.groups
-        return "1" not in self.axes and all(len(x) == 1 and x != ("1",) for x in groups)
+        return "1" not in self.axes and all(len(group) == 1 and group != ("1",) for group in groups)
 
     def file_shape(self, shape: Shape) -> Shape:
         """Returns the shape in the file of a leaf of some shape."""
-        sizes = dict(zip(self.axes, shape, strict=True)) | {"1": 1}
+        sizes = self._sizes(shape)
         return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
+
+    def part_shape(self, array_shape: Shape, leaf_shape: Shape, axis: int) -> Shape | None:
+        """Returns the shape of the part of a leaf that an array of the file is; None if of none.
+
+        At all other axes than that at which parts are joined, it has the sizes of the leaf.
+        """
+        if len(leaf_shape) != len(self.axes) or len(array_shape) != len(self.groups):
+            return None
+        part = with_size(leaf_shape, axis, self._size_of_part(array_shape, leaf_shape, axis))
+        return part if file_shape_of(self, part) == array_shape else None
+
+    def _size_of_part(self, array_shape: Shape, leaf_shape: Shape, axis: int) -> int:
+        """Returns the size that is left for an axis in the group that it is in."""
+        sizes, name = self._sizes(leaf_shape), self.axes[axis]
+        for group, group_size in zip(self.groups, array_shape, strict=True):
+            if name in group:
+                others = math.prod(sizes[other] for other in group if other != name)
+                return group_size // max(1, others)
+        return 1  # an axis of size 1, which the file does not have
+
+    def _sizes(self, shape: Shape) -> dict[str, int]:
+        """Returns the sizes of the axes by name in a leaf of some shape."""
+        return dict(zip(self.axes, shape, strict=True)) | {"1": 1}
 
     def to_state(self, array: np.ndarray, shape: Shape) -> np.ndarray:
         """Returns an array of a file as a leaf of a shape."""
-        sizes, names = dict(zip(self.axes, shape, strict=True)), self._names()
+        sizes, names = self._sizes(shape), self._names()
         order = [names.index(name) for name in self.axes if name != "1"]
         divided = array.reshape([sizes[name] for name in names])
         return divided.transpose(order).reshape(shape)
@@ -55,7 +78,8 @@ def parse_layout(layout: str) -> Layout | None:
     if not layout:
         return None
     left, arrow, right = layout.partition("->")
-    groups = [(a or b).split() for a, b in re.findall(r"\(([^()]*)\)|([^\s()]+)", left)]
+    matches = re.findall(r"\(([^()]*)\)|([^\s()]+)", left)
+    groups = [(in_parentheses or name).split() for in_parentheses, name in matches]
     is_closed = not set("()") & set(re.sub(r"\([^()]*\)", "", left))
     axes = right.split()
     names = [name for name in itertools.chain(*groups) if name != "1"]
@@ -75,14 +99,15 @@ def file_shape_of(layout: Layout | None, shape: Shape | None) -> Shape | None:
     return layout.file_shape(shape) if has_axes and ones <= {1} else None
 
 
-def joined(shapes: Sequence[Shape | None], axis: int) -> Shape | None:
+def joined_shape(shapes: Sequence[Shape | None], axis: int) -> Shape | None:
     """Returns the shape of arrays that are joined at an axis; None if they cannot be."""
-    known = [shape for shape in shapes if shape is not None and axis < len(shape)]
-    others = {with_size(shape, axis, 0) for shape in known}
-    if len(known) < len(shapes) or len(others) > 1:
+    with_axis = [shape for shape in shapes if shape is not None and axis < len(shape)]
+    without_size = {with_size(shape, axis, 0) for shape in with_axis}
+    if len(with_axis) < len(shapes) or len(without_size) > 1:
         return None
-    return with_size(known[0], axis, sum(shape[axis] for shape in known))
+    return with_size(with_axis[0], axis, sum(shape[axis] for shape in with_axis))
 
 
 def with_size(shape: Shape, axis: int, size: int) -> Shape:
+    """Returns a shape with another size at an axis, if it has that axis."""
     return (*shape[:axis], size, *shape[axis + 1 :]) if axis < len(shape) else shape

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,11 +13,10 @@ from functrain.checkpoint._layout import (
     Layout,
     Shape,
     file_shape_of,
-    joined,
+    joined_shape,
     parse_layout,
     with_size,
 )
-from functrain.checkpoint._leaves import Index
 from functrain.common._checks import (
     is_integer,
     require,
@@ -25,7 +24,6 @@ from functrain.common._checks import (
     require_no_problems,
 )
 
-Read = Callable[[str, Index | None], np.ndarray]  # given a name and an index, returns that part
 _STARS = re.compile(r"(\*\*?)")
 
 
@@ -80,7 +78,7 @@ class Rename:
         require(are_texts, "Rename", "names that are texts", self, error=TypeError)
         expected = "one name, of the array in the file or of the leaf in the state"
         require(min(len(self.files), len(self.states)) == 1, "Rename", expected, self)
-        are_different = all(len(set(x)) == len(x) for x in (self.files, self.states))
+        are_different = all(len(set(side)) == len(side) for side in (self.files, self.states))
         require(are_different, "Rename", "names that differ", self)
         stars = {len(_STARS.findall(name)) for name in names}
         require(len(stars) == 1, "Rename", "as many stars in each name", self)
@@ -139,20 +137,20 @@ def find_sources(
       CheckpointMismatchError: The file has some of the arrays that a rule joins, but not all.
       ValueError: A leaf has two sources.
     """
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     if rename is None or callable(rename):
         to_path = rename or str  # each name as it is
-        pairs: Iterable[tuple[str, Source]] = ((to_path(x), Source((x,))) for x in names)
+        pairs: Iterable[tuple[str, Source]] = ((to_path(name), Source((name,))) for name in names)
     else:
         rules = require_rules(rename)
         pairs = itertools.chain(*(_sources_of(rule, file, names) for rule in rules))
     for path, source in pairs:
-        other = found.get(path, source)
+        other = sources.get(path, source)
         expected = "a path that no other leaf is renamed to"
         advice = f"{file} has {other.names[0]!r}, which is renamed to it, too."
-        require(path not in found, f"rename({source.names[0]!r})", expected, path, advice)
-        found[path] = source
-    return found
+        require(path not in sources, f"rename({source.names[0]!r})", expected, path, advice)
+        sources[path] = source
+    return sources
 
 
 def require_rules(rename: Any) -> Sequence[Rename]:
@@ -164,6 +162,7 @@ def require_rules(rename: Any) -> Sequence[Rename]:
 
 
 def _sources_of(rule: Rename, file: str, names: Collection[str]) -> Iterator[tuple[str, Source]]:
+    """Yields the paths and sources of the leaves for which a rule has arrays in the file."""
     first = _regex(rule.files[0])
     for match in filter(None, map(first.fullmatch, names)):
         joined = tuple(_fill(name, match.groups()) for name in rule.files)
@@ -176,109 +175,15 @@ def _sources_of(rule: Rename, file: str, names: Collection[str]) -> Iterator[tup
 
 
 def _regex(pattern: str) -> re.Pattern[str]:
-    parts = {"*": "([^./]+?)", "**": "(.+?)"}
-    text = "".join(parts.get(x) or re.escape(x) for x in _STARS.split(pattern))
+    stars = {"*": "([^./]+?)", "**": "(.+?)"}
+    text = "".join(stars.get(part) or re.escape(part) for part in _STARS.split(pattern))
     return re.compile(text, re.DOTALL)
 
 
-def _fill(pattern: str, found: Sequence[str]) -> str:
-    values = iter(found)
+def _fill(pattern: str, texts: Sequence[str]) -> str:
+    """Returns a pattern with these texts in place of its stars."""
+    values = iter(texts)
     return _STARS.sub(lambda _: next(values), pattern)
-
-
-class Piece(NamedTuple):
-    """How a leaf is made of arrays in a file.
-
-    Attributes:
-      names: The arrays that are joined.
-      shapes: The shapes that they give to the leaf, one after the other at `axis`.
-      layout: Their axes; None if they are those of the leaf.
-      axis: The axis of the leaf.
-      part: The part of an array that is read; None for all of it.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    layout: Layout | None
-    axis: int
-    part: Index | None
-
-    def read(self, read: Read, index: Index | None = None) -> np.ndarray:
-        """Returns the part of the leaf at an index."""
-        layout, name = self.layout, self.names[0]
-        is_whole = len(self.names) == 1 and self.part is None
-        if is_whole and layout is None:
-            return read(name, index)
-        if is_whole and layout is not None and layout.is_permutation:
-            # Only the part that is asked for, in the order of the file.
-            places = [layout.axes.index(group[0]) for group in layout.groups]
-            array = read(name, None if index is None else tuple(index[i] for i in places))
-            return array.transpose(np.argsort(places))
-        arrays = [read(name, self.part) for name in self.names]
-        if layout is not None:
-            arrays = [layout.to_state(*pair) for pair in zip(arrays, self.shapes, strict=True)]
-        whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, self.axis)
-        return whole if index is None else whole[index]
-
-
-def make_piece(
-    source: Source, shape: Shape, shapes: Mapping[str, Shape], in_file: Sequence[Shape]
-) -> Piece | None:
-    """Returns how a leaf is made; None if the shapes do not fit.
-
-    Args:
-      source: Where the leaf is.
-      shape: The shape of the leaf.
-      shapes: The shapes of all leaves, by path.
-      in_file: The shapes of its arrays.
-    """
-    rule = source.rule
-    if rule is None or not in_file:
-        return None
-    if len(source.names) > 1:
-        return _piece_of_several(source.names, rule, shape, in_file)
-    if len(source.paths) > 1:
-        return _piece_of_part(source, rule, [shapes.get(path) for path in source.paths], in_file[0])
-    layout = parse_layout(rule.layout)
-    fits = file_shape_of(layout, shape) == in_file[0]
-    return Piece(source.names, (shape,), layout, rule.axis, None) if fits else None
-
-
-def _piece_of_several(
-    names: tuple[str, ...], rule: Rename, shape: Shape, in_file: Sequence[Shape]
-) -> Piece | None:
-    """Returns how a leaf is joined from arrays."""
-    layout = parse_layout(rule.layout)
-    parts = [_part_shape(layout, shape, rule.axis, each) for each in in_file]
-    if joined(parts, rule.axis) != shape:
-        return None
-    return Piece(names, tuple(filter(None, parts)), layout, rule.axis, None)
-
-
-def _piece_of_part(
-    source: Source, rule: Rename, shapes: Sequence[Shape | None], in_file: Shape
-) -> Piece | None:
-    """Returns how a leaf is cut out of an array, that leaves of these shapes are parts of."""
-    layout, axis = parse_layout(rule.layout), rule.axis
-    sizes = [file_shape_of(layout, shape) for shape in shapes]
-    if joined(sizes, axis) != in_file:
-        return None
-    ends = [0, *itertools.accumulate(size[axis] for size in sizes if size is not None)]
-    cut = slice(ends[source.part], ends[source.part + 1])
-    index = tuple(cut if i == axis else slice(0, n) for i, n in enumerate(in_file))
-    shape = shapes[source.part] or ()
-    return Piece(source.names, (shape,), layout, axis, index)
-
-
-def _part_shape(layout: Layout | None, shape: Shape, axis: int, in_file: Shape) -> Shape | None:
-    """Returns the shape that an array has as a part of a leaf, whose size at an axis is its own."""
-    of_one = file_shape_of(layout, with_size(shape, axis, 1))
-    if layout is None or of_one is None or len(of_one) != len(in_file):
-        return in_file if layout is None else None
-    ratios = [have // max(1, n) for have, n in zip(in_file, of_one, strict=True)]
-    group = next((i for i, names in enumerate(layout.groups) if layout.axes[axis] in names), None)
-    part = with_size(shape, axis, 1 if group is None else ratios[group])
-    return part if layout.file_shape(part) == in_file else None
 
 
 class Target(NamedTuple):
@@ -293,16 +198,18 @@ class Target(NamedTuple):
         layout, axis = parse_layout(self.rule.layout), self.rule.axis
         if len(self.names) > 1:
             shapes = [with_size(shapes[0], axis, size) for size in self._sizes(shapes[0])]
-        in_file = [file_shape_of(layout, shape) for shape in shapes]
+        array_shapes = [file_shape_of(layout, shape) for shape in shapes]
         if len(self.paths) > 1:
-            in_file = [joined(in_file, axis)]
-        return bool(in_file) and None not in in_file
+            array_shapes = [joined_shape(array_shapes, axis)]
+        return bool(array_shapes) and None not in array_shapes
 
     def _sizes(self, shape: Shape) -> Sequence[int]:
         """Returns the sizes of the arrays that a leaf is split into; () if it cannot be."""
-        size, count = sum(shape[self.rule.axis :][:1]), len(self.names)
-        sizes = self.rule.parts or [size // count] * count
-        return sizes if self.rule.axis < len(shape) and sum(sizes) == size else ()
+        axis, count = self.rule.axis, len(self.names)
+        if axis >= len(shape):
+            return ()
+        sizes = self.rule.parts or [shape[axis] // count] * count
+        return sizes if sum(sizes) == shape[axis] else ()
 
     def arrays(self, leaves: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
         """Returns the arrays of the file by name, from the leaves."""
@@ -323,21 +230,25 @@ def find_targets(paths: Collection[str], rename: Sequence[Rename]) -> list[Targe
     Raises ValueError if a leaf has no rule or several, if a rule has only some of the leaves of an
     array, or if it would not read what it wrote.
     """
-    targets: list[Target] = []
     rules: dict[str, list[Rename]] = {path: [] for path in paths}
-    for rule in require_rules(rename):
-        for match in filter(None, map(_regex(rule.states[0]).fullmatch, paths)):
-            of_state = tuple(_fill(path, match.groups()) for path in rule.states)
-            missing = [path for path in of_state if path not in paths]
-            require_no_problems("params", missing, f"all of {', '.join(of_state)}, which are one")
-            names = tuple(_fill(name, match.groups()) for name in rule.files)
-            read = dict(_sources_of(rule, names[0], names))
-            expected = f"a rule that reads {match.string} from {names[0]}, as it is written"
-            require(tuple(read) == of_state, "rename", expected, [rule, *read])
-            targets.append(Target(rule, names, of_state))
-            for path in of_state:
-                rules[path].append(rule)
-    problems = [f"{path}: {found or 'none'}" for path, found in rules.items() if len(found) != 1]
+    targets = [target for rule in require_rules(rename) for target in _targets_of(rule, paths)]
+    for target in targets:
+        for path in target.paths:
+            rules[path].append(target.rule)
+    problems = [f"{path}: {fits or 'none'}" for path, fits in rules.items() if len(fits) != 1]
     advice = "For a part of the leaves, export a part of the tree."
     require_no_problems("rename", problems, "one rule for each leaf", advice)
     return targets
+
+
+def _targets_of(rule: Rename, paths: Collection[str]) -> Iterator[Target]:
+    """Yields the targets of the leaves that a rule matches."""
+    for match in filter(None, map(_regex(rule.states[0]).fullmatch, paths)):
+        leaf_paths = tuple(_fill(path, match.groups()) for path in rule.states)
+        missing = [path for path in leaf_paths if path not in paths]
+        require_no_problems("params", missing, f"all of {', '.join(leaf_paths)}, which are one")
+        names = tuple(_fill(name, match.groups()) for name in rule.files)
+        read_paths = [path for path, _ in _sources_of(rule, names[0], names)]
+        expected = f"a rule that reads {match.string} from {names[0]}, as it is written"
+        require(tuple(read_paths) == leaf_paths, "rename", expected, [rule, *read_paths])
+        yield Target(rule, names, leaf_paths)

@@ -42,23 +42,23 @@ def open_arrays(path: str, manifest: Mapping[str, Any] | None = None) -> _Opened
 
 def find_weights(path: str) -> _Opened | None:
     """Returns the weights that another program wrote, still closed; None if there are none."""
-    suffix = next((x for x in _READERS if path.lower().endswith(x)), None)
+    suffix = next((suffix for suffix in _READERS if path.lower().endswith(suffix)), None)
     if suffix is not None:
         return _READERS[suffix](path)
     files = files_at(path)
-    found = files.find(path, f"*{INDEX}") or files.find(path, "*.safetensors")
-    if found:
-        _require_one_model(path, found + files.find(path, METADATA))
-        return open_arrays(f"{path}/{found[0]}")
+    names = files.find(path, f"*{INDEX}") or files.find(path, "*.safetensors")
+    if names:
+        _require_one_model(path, names + files.find(path, METADATA))
+        return open_arrays(f"{path}/{names[0]}")
     items = find_items(path)
     return open_orbax(items) if items else None
 
 
-def _require_one_model(path: str, found: list[str]) -> None:
+def _require_one_model(path: str, names: list[str]) -> None:
     """Raises an error for several models, or for one of several files without their index."""
     advice = "Pass the path of one of them."
-    require(len(found) == 1, path, "one model", found, advice, error=CheckpointMismatchError)
-    part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", found[0])
+    require(len(names) == 1, path, "one model", names, advice, error=CheckpointMismatchError)
+    part = re.search(r"-\d{5}-of-(\d{5})\.safetensors$", names[0])
     is_whole = part is None or int(part[1]) == 1
     expected, advice = f"an index of its files, *{INDEX}", "Download or save all of them again."
-    require(is_whole, path, expected, found, advice, error=CheckpointCorruptError)
+    require(is_whole, path, expected, names, advice, error=CheckpointCorruptError)

@@ -2,12 +2,10 @@
 
 import functools
 import os
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from functrain.checkpoint import _leaves
 from functrain.checkpoint._array_files import ArrayFile
@@ -15,17 +13,14 @@ from functrain.checkpoint._checkpoint import read_current
 from functrain.checkpoint._directory import read_newest, steps
 from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._files import MANIFEST, files_at, resolve_path
-from functrain.checkpoint._manifest import STATE, parse_spec
-from functrain.checkpoint._rename import Piece, Rename, Source, find_sources, make_piece
+from functrain.checkpoint._pieces import Piece, make_pieces
+from functrain.checkpoint._rename import Rename, Source
+from functrain.checkpoint._selection import Selection, select, selected_sources
 from functrain.checkpoint._sources import find_weights, open_arrays
-from functrain.common import _patterns, _repr, _tree
-from functrain.common._checks import require, require_no_problems
+from functrain.common import _repr, _tree
+from functrain.common._checks import require_no_problems
 from functrain.common._types import PyTree
 from functrain.common._warnings import warn
-from functrain.model._freeze import merged_paths
-from functrain.step._state import TrainState
-
-_FLOAT = re.compile(r"^b?float\w+")  # of a spec, such as bfloat16[8, 3]
 
 
 class WarmStart(NamedTuple):
@@ -141,59 +136,11 @@ def warm_start(
         missing       0
         unchanged     ...
     """
-    leaves = _state_leaves(state)
-    take_patterns = None if take is None else _patterns.as_patterns("take", take)
-    skip_patterns = _patterns.as_patterns("skip", skip)
-    merged = merged_paths(leaves, with_lora=True)
-    of_training, copied = _training_leaves(state, leaves)
-
-    def matching(patterns: Sequence[str]) -> set[str]:
-        pairs = merged.items()
-        return {pair[0] for pair in pairs if any(_patterns.any_matches(patterns, x) for x in pair)}
-
-    skipped = matching(skip_patterns)
-    matched = leaves.keys() - of_training if take_patterns is None else matching(take_patterns)
-    requested = [path for path in leaves if path in matched - skipped]
+    selection = select(state, take, skip)
 
     def read(file: str, manifest: Mapping[str, Any] | None = None) -> WarmStart:
         with open_arrays(file, manifest) as arrays:
-            sources = _add_frozen(find_sources(file, arrays.specs, rename), merged)
-            known_paths = dict.fromkeys([*leaves, *merged.values()])
-            for pattern in skip_patterns:  # of a leaf that the file or the state may lack
-                _patterns.require_match("skip", pattern, {*known_paths, *sources})
-            for pattern in take_patterns or ():
-                _patterns.require_match("take", pattern, known_paths)
-            taken = {path: sources[path] for path in requested if path in sources}
-            if not taken:
-                got = "only others" if sources else "none that a rule matches"
-                raise CheckpointMismatchError(
-                    f"{file}: expected leaves to take, such as {requested[:1]}, got {got}, such as "
-                    f"{list(sources or arrays.specs)[:1]}. Pass rename=, a function of the "
-                    "paths there or rules of ft.Rename; for a file of Keras: bridge.warm_start."
-                )
-            pieces = _make_pieces(file, taken, arrays.specs, leaves, merged, cast)
-            _warn_of_torch(file, taken, leaves)
-            _require_values({path: leaves[path] for path in _without(leaves, taken)})
-            new_leaves = dict(leaves)
-            # One by one, so that the buffers of the file exist for one leaf at a time.
-            for path in taken:
-                new_leaves[path] = _read_leaf(arrays, pieces[path], path, leaves[path])
-            loaded = {path: ", ".join(source.names) for path, source in taken.items()}
-            for path, param in copied.items():
-                if param in loaded and path not in loaded and path not in skipped:
-                    # A copy even of the same dtype: a buffer of two leaves cannot be donated.
-                    copy = _tree.copy(new_leaves[param].astype(leaves[path].dtype))
-                    new_leaves[path] = _tree.device_put_like(copy, leaves[path])
-                    loaded[path] = loaded[param]
-        return WarmStart(
-            state=jax.tree.unflatten(jax.tree.structure(state), new_leaves.values()),
-            loaded=loaded,
-            transformed=tuple(path for path, source in taken.items() if source.is_transformed),
-            unused=_without(arrays.specs, [name for x in taken.values() for name in x.names]),
-            missing=_without(requested, sources),
-            unchanged=_without(leaves, [*requested, *loaded]),
-            source=file,
-        )
+            return _read(file, arrays, state, selection, rename, cast)
 
     path = resolve_path(source, "source", is_written=False)
     names = files_at(path).names(path)
@@ -206,110 +153,66 @@ def warm_start(
     return read_current(path, read)  # raises an error that says what is there
 
 
-def _state_leaves(state: PyTree) -> dict[str, Any]:
-    """Returns the leaves of a state by path; raises TypeError unless all are arrays."""
-    leaves = _leaves.named_leaves({STATE: state})
-    not_arrays = [leaf for leaf in leaves.values() if not _tree.is_array(leaf)]
-    advice = "The order is warm_start(state, source); of a Keras model: bridge.create_state."
-    require(not not_arrays, "state", "arrays", not_arrays[:1], advice, error=TypeError)
-    return {_leaves.leaf_path(name): leaf for name, leaf in leaves.items()}
-
-
-def _training_leaves(state: PyTree, leaves: Mapping[str, Any]) -> tuple[set[str], dict[str, str]]:
-    """Returns the paths of leaves that belong to a training: all of a TrainState but its model.
-
-    Also returns those of them that are copies of params, each with the path of its param.
-    Optimizers keep some, and fields that a subclass of TrainState adds may.
-    """
-    paths = jax.tree.unflatten(jax.tree.structure(state), leaves)
-    of_training, copied = set[str](), dict[str, str]()
-    for train_state in _tree.nodes(paths, TrainState):
-        structure = _tree.structure(train_state.params)
-
-        def mirrors(node: Any, structure: Any = structure) -> bool:
-            return bool(_tree.structure(node) == structure)
-
-        others = train_state.replace(params=None, model_state=None)
-        of_training.update(jax.tree.leaves(others))
-        for node in filter(mirrors, jax.tree.leaves(others, is_leaf=mirrors)):
-            pairs = dict(zip(*map(jax.tree.leaves, (node, train_state.params)), strict=True))
-            are_equal = all(_is_copy(leaves[a], leaves[b]) for a, b in pairs.items())
-            # Moments start with zeros, as many biases do.
-            if are_equal and any(jnp.any(leaves[path] != 0) for path in pairs):
-                copied |= pairs
-    return of_training, copied
-
-
-def _is_copy(leaf: Any, param: Any) -> bool:
-    """Returns True if a leaf has the values of a param in its own dtype."""
-    have_values = all(_tree.is_concrete(x) and not _tree.is_deleted(x) for x in (leaf, param))
-    if not have_values or leaf.shape != param.shape or _tree.is_key(leaf):
-        return False
-    return bool(jnp.array_equal(leaf, _tree.device_put_like(param.astype(leaf.dtype), leaf)))
-
-
-def _add_frozen(sources: Mapping[str, Source], merged: Mapping[str, str]) -> dict[str, Source]:
-    """Adds leaves whose paths differ only because a model is frozen, in the file or the state."""
-    # An exact match has precedence over one by the merged path.
-    by_merged = {path: sources[name] for name, path in merged_paths(sources).items()}
-    of_frozen = {p: by_merged[path] for p, path in merged.items() if path in by_merged}
-    return {**of_frozen, **by_merged, **sources}
-
-
-def _make_pieces(
+def _read(
     file: str,
+    arrays: ArrayFile,
+    state: PyTree,
+    selection: Selection,
+    rename: Callable[[str], str] | Sequence[Rename] | None,
+    cast: bool,
+) -> WarmStart:
+    """Reads the selected leaves from an open file, after all checks."""
+    leaves = selection.leaves
+    sources = selected_sources(selection, file, arrays.specs, rename)
+    taken = {path: sources[path] for path in selection.requested if path in sources}
+    _require_leaves(file, taken, selection, sources, arrays.specs)
+    pieces = make_pieces(file, taken, arrays.specs, leaves, selection.merged_paths, cast)
+    _warn_of_torch(file, taken, leaves)
+    _require_values({path: leaves[path] for path in _without(leaves, taken)})
+    # One by one, so that the buffers of the file exist for one leaf at a time.
+    read_leaves = {path: _read_leaf(arrays, pieces[path], path, leaves[path]) for path in taken}
+    copies = _copies(selection, read_leaves)
+    names = {path: ", ".join(source.names) for path, source in taken.items()}
+    loaded = names | {path: names[selection.copies[path]] for path in copies}
+    new_leaves = {**leaves, **read_leaves, **copies}
+    return WarmStart(
+        state=jax.tree.unflatten(jax.tree.structure(state), new_leaves.values()),
+        loaded=loaded,
+        transformed=tuple(path for path, source in taken.items() if source.is_transformed),
+        unused=_without(arrays.specs, [name for x in taken.values() for name in x.names]),
+        missing=_without(selection.requested, sources),
+        unchanged=_without(leaves, [*selection.requested, *loaded]),
+        source=file,
+    )
+
+
+def _require_leaves(
+    file: str,
+    taken: Mapping[str, Source],
+    selection: Selection,
     sources: Mapping[str, Source],
     specs: Mapping[str, str],
-    leaves: Mapping[str, Any],
-    merged: Mapping[str, str],
-    cast: bool,
-) -> dict[str, Piece]:
-    """Returns how the leaves are made; raises an error for another shape or dtype."""
-    shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    shapes |= {merged_path: shapes[path] for path, merged_path in merged.items()}
-    pieces: dict[str, Piece] = {}
-    found: dict[str, str] = {}
-    for path, source in sources.items():
-        stored = [specs[name] for name in source.names]
-        if not source.is_transformed:
-            pieces[path], found[path] = Piece(source.names, (), None, 0, None), stored[0]
-            continue
-        # A random key has no dtype that NumPy could transpose.
-        are_keys = any(spec.startswith("key<") for spec in stored)
-        parsed = [] if are_keys else list(map(parse_spec, stored))
-        made = make_piece(source, shapes[path], shapes, [shape for _, shape in parsed])
-        if made is None:
-            found[path] = f"{', '.join(stored)} by {source.rule}"
-        else:
-            dtype = _most_different([dtype for dtype, _ in parsed], leaves[path].dtype)
-            pieces[path], found[path] = made, _tree.format_spec(dtype, shapes[path])
-    _require_same_specs(file, found, leaves, cast)
-    return pieces
-
-
-def _most_different(dtypes: Sequence[Any], like: Any) -> Any:
-    """Returns the one of the dtypes of joined arrays that is least like that of their leaf."""
-    return max(dtypes, key=lambda x: (x != like, not jnp.issubdtype(x, jnp.floating)))
-
-
-def _require_same_specs(
-    source: str, specs: Mapping[str, str], leaves: Mapping[str, Any], cast: bool
 ) -> None:
-    """Raises CheckpointMismatchError for another shape or dtype. No array is read."""
-    expected = {path: _tree.strong_spec(leaves[path]) for path in specs}
-    if cast:
-        # The kind of floating-point numbers does not matter, but their shape does.
-        expected, specs = (
-            {path: _FLOAT.sub("float", spec) for path, spec in x.items()} for x in (expected, specs)
+    """Raises CheckpointMismatchError if the file has none of the requested leaves."""
+    if not taken:
+        got = "only others" if sources else "none that a rule matches"
+        raise CheckpointMismatchError(
+            f"{file}: expected leaves to take, such as {selection.requested[:1]}, got {got}, such "
+            f"as {list(sources or specs)[:1]}. Pass rename=, a function of the paths there or "
+            "rules of ft.Rename; for a file of Keras: bridge.warm_start."
         )
-    require_no_problems(
-        source,
-        _tree.spec_differences(expected, dict(specs)),
-        "the shapes and dtypes of the state",
-        "Nothing was taken. To convert floating-point numbers: cast=True. To leave leaves "
-        "unchanged: skip= their paths.",
-        error=CheckpointMismatchError,
-    )
+
+
+def _copies(selection: Selection, read_leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns new copies, by path, of the params that were read, where the state has copies."""
+    copies = {}
+    for path, param in selection.copies.items():
+        if param in read_leaves and path not in read_leaves and path not in selection.skipped:
+            # A copy even of the same dtype: a buffer of two leaves cannot be donated.
+            like = selection.leaves[path]
+            copy = _tree.copy(read_leaves[param].astype(like.dtype))
+            copies[path] = _tree.device_put_like(copy, like)
+    return copies
 
 
 def _warn_of_torch(file: str, taken: Mapping[str, Source], leaves: Mapping[str, Any]) -> None:
@@ -340,11 +243,11 @@ def _without(paths: Collection[str], removed: Collection[str]) -> tuple[str, ...
     return tuple(path for path in paths if path not in removed)
 
 
-def _read_leaf(arrays: ArrayFile, source: Piece, path: str, like: Any) -> Any:
+def _read_leaf(arrays: ArrayFile, piece: Piece, path: str, like: Any) -> Any:
     """Reads an array as a leaf of the kind, dtype and sharding of another leaf."""
 
     def read(name: str, index: Any = None) -> Any:
         data = arrays.read(name, index)
         return data if _tree.is_key(like) else data.astype(like.dtype, copy=False)
 
-    return _leaves.restore_leaf(path, like, functools.partial(source.read, read))
+    return _leaves.restore_leaf(path, like, functools.partial(piece.read, read))

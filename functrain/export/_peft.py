@@ -8,12 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from functrain.checkpoint._layout import parse_layout
-from functrain.checkpoint._rename import (
-    Rename,
-    Target,
-    find_targets,
-    require_rules,
-)
+from functrain.checkpoint._rename import Rename, Target, find_targets, require_rules
 from functrain.common import _tree
 from functrain.common._checks import require, require_no_problems
 from functrain.common._types import PyTree
@@ -81,34 +76,49 @@ def peft(
     paths = [os.path.join(directory, f"adapter_{x}") for x in ("model.safetensors", "config.json")]
     weights, config = (require_free(path, overwrite=overwrite) for path in paths)
     rules = peft_rules(rename)
-    leaves = _add_frozen(numbers_by_path({"params": state.params}), model_state.frozen, rules)
+    trained = numbers_by_path({"params": state.params})
+    leaves = _complete_modules(trained, model_state.frozen, rules)
     targets = targets_of(leaves, rules)
-    adapted = [x for x in targets if _ADAPTER_A.search(x.names[0])]
-    whole = [x for x in targets if ".lora_" not in x.names[0]]
-    both = sorted({*_modules(adapted)} & {*_modules(whole)})
-    advice = "Train only one of the two."
-    require_no_problems("state", both, "modules with adapters, or trained whole", advice)
-    ranks = {leaves[x.paths[0]].shape[-1] for x in adapted}
-    require(len(ranks) == 1, "state", "adapters of one rank", sorted(ranks))
-    rank, scale = ranks.pop(), float(state.model_state.lora_scale)
-    matrices = [x.paths[0].removesuffix("/a") for x in adapted]
-    text = {
+    settings = {
         "peft_type": "LORA",
         "base_model_name_or_path": base_model or None,
         "task_type": task_type,
-        "r": rank,
-        "lora_alpha": float(f"{scale * rank:.6g}"),  # the scale is a float32
-        "target_modules": _modules(adapted),
-        "modules_to_save": _modules(whole) or None,
-        "fan_in_fan_out": any(map(_keeps_order, find_targets(matrices, rename))),
-        "bias": "none",
-        "inference_mode": True,
+        **_adapter_settings(targets, leaves, float(model_state.lora_scale), rename),
     }
     with write_together(config) as create:
         with create(weights) as file:
             write(file, targets, leaves)
         with create(config) as file:
-            file.write(json.dumps(text, indent=2).encode())
+            file.write(json.dumps(settings, indent=2).encode())
+
+
+def _adapter_settings(
+    targets: Sequence[Target], leaves: Mapping[str, Any], scale: float, rename: Sequence[Rename]
+) -> dict[str, Any]:
+    """Returns what PEFT must know of the adapters; raises ValueError for what it does not have."""
+    adapted = [target for target in targets if _ADAPTER_A.search(target.names[0])]
+    adapted_modules, whole_modules = _modules(adapted), _modules(_trained_whole(targets))
+    both = sorted({*adapted_modules} & {*whole_modules})
+    advice = "Train only one of the two."
+    require_no_problems("state", both, "modules with adapters, or trained whole", advice)
+    ranks = {leaves[target.paths[0]].shape[-1] for target in adapted}
+    require(len(ranks) == 1, "state", "adapters of one rank", sorted(ranks))
+    (rank,) = ranks
+    matrices = [target.paths[0].removesuffix("/a") for target in adapted]
+    return {
+        "r": rank,
+        "lora_alpha": float(f"{scale * rank:.6g}"),  # the scale is a float32
+        "target_modules": adapted_modules,
+        "modules_to_save": whole_modules or None,
+        "fan_in_fan_out": any(map(_keeps_order, find_targets(matrices, rename))),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
+def _trained_whole(targets: Iterable[Target]) -> list[Target]:
+    """Returns the targets that are params, not adapters."""
+    return [target for target in targets if ".lora_" not in target.names[0]]
 
 
 def _modules(targets: Iterable[Target]) -> list[str]:
@@ -117,16 +127,18 @@ def _modules(targets: Iterable[Target]) -> list[str]:
     return sorted({re.sub(r"(\.lora_[AB])?\.\w+$", "", name) for name in names})
 
 
-def _add_frozen(
+def _complete_modules(
     leaves: Mapping[str, Any], frozen: PyTree, rules: Sequence[Rename]
 ) -> dict[str, Any]:
     """Adds the frozen params of modules with params that are trained whole: PEFT wants them all."""
-    whole = [x for x in find_targets(leaves, rules) if ".lora_" not in x.names[0]]
-    parents = {os.path.dirname(path) for target in whole for path in target.paths}
-    base = dict(_tree.leaves_with_path({"params": frozen}))
-    beside = {path: x for path, x in base.items() if os.path.dirname(path) in parents}
-    added = [x for x in find_targets(beside, rules) if {*_modules([x])} <= {*_modules(whole)}]
-    return {**leaves, **{path: beside[path] for target in added for path in target.paths}}
+    whole = _trained_whole(find_targets(leaves, rules))
+    layers = {os.path.dirname(path) for target in whole for path in target.paths}
+    frozen_leaves = _tree.leaves_with_path({"params": frozen})
+    # Only those of the same layers need a rule.
+    siblings = {path: leaf for path, leaf in frozen_leaves if os.path.dirname(path) in layers}
+    modules = set(_modules(whole))
+    targets = [x for x in find_targets(siblings, rules) if modules.issuperset(_modules([x]))]
+    return {**leaves, **{path: siblings[path] for target in targets for path in target.paths}}
 
 
 def _is_table(path: str) -> bool:
@@ -149,7 +161,7 @@ def peft_rules(rename: Sequence[Rename]) -> list[Rename]:
       base_model.model.head.lora_B.weight, params/kernel/b, (h d) r -> r h d
       base_model.model.head.weight, params/kernel, (h d) i -> i h d
     """
-    found = []
+    rules_for_peft = []
     for rule in require_rules(rename):
         axes = _inputs_and_outputs(rule)
         file, path = rule.files[0], rule.states[0]
@@ -158,11 +170,11 @@ def peft_rules(rename: Sequence[Rename]) -> list[Rename]:
             inputs, outputs = map(" ".join, axes)
             name = "lora_embedding_{}" if _is_table(path) else "lora_{}.weight"
             a, b = (f"{module}.{name.format(x)}" for x in "AB")
-            found.append(Rename(a, f"{path}/a", f"r ({inputs}) -> {inputs} r"))
-            found.append(Rename(b, f"{path}/b", f"({outputs}) r -> r {outputs}"))
+            rules_for_peft.append(Rename(a, f"{path}/a", f"r ({inputs}) -> {inputs} r"))
+            rules_for_peft.append(Rename(b, f"{path}/b", f"({outputs}) r -> r {outputs}"))
         names = [_PREFIX + name for name in rule.files]
-        found.append(dataclasses.replace(rule, file=names if len(names) > 1 else names[0]))
-    return found
+        rules_for_peft.append(dataclasses.replace(rule, file=names if len(names) > 1 else names[0]))
+    return rules_for_peft
 
 
 def _inputs_and_outputs(rule: Rename) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
