@@ -11,8 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import bridge
 import functrain as ft
-from tests.checkpoint.test_processes import ended, said, start
 from tests.conftest import digest
+from tests.several_processes import lines_starting, outputs, start
 
 ocp = pytest.importorskip("orbax.checkpoint")
 
@@ -294,9 +294,9 @@ print("transposed", is_same(warm.state["y"], (x + 1).T))
 @pytest.mark.long
 def test_two_processes_write_and_read_a_checkpoint_together(tmp_path) -> None:
     path = tmp_path / "state"
-    printed = ended(start(2, ["-c", MULTIPROCESS], str(path)))
-    assert said(printed, "same") == ["same True True"] * 2
-    assert said(printed, "transposed") == ["transposed True"] * 2
+    printed = outputs(start(2, ["-c", MULTIPROCESS], str(path)))
+    assert lines_starting(printed, "same") == ["same True True"] * 2
+    assert lines_starting(printed, "transposed") == ["transposed True"] * 2
     like = {"x": jnp.zeros((8, 8)), "rng": jax.random.key(9)}
     warm = ft.warm_start(like, path).state
     np.testing.assert_array_equal(warm["x"], np.arange(64).reshape(8, 8) + 1)

@@ -1,62 +1,13 @@
-"""Two processes with two devices each: they save together, end together, and go on as they like."""
+"""Two processes with two devices each: they save and end together, and resume as they like."""
 
 import os
 import pathlib
 import signal
-import socket
-import subprocess
-import sys
 import textwrap
 
-import numpy as np
 import pytest
 
-import functrain as ft
-from tests import fork_server
-
-HERE = pathlib.Path(__file__).parent
-ROOT = str(HERE.parent.parent)
-
-
-def start(
-    processes: int,
-    program: list[str],
-    *arguments: str,
-    popen: type[subprocess.Popen[str]] = fork_server.Popen,
-) -> list[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    known = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(processes)}
-    return [
-        popen(
-            [sys.executable, *program, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            env={**os.environ, **known, "JAX_PROCESS_ID": str(number), "PYTHONPATH": ROOT},
-        )
-        for number in range(processes)
-    ]
-
-
-def ended(started: list[subprocess.Popen[str]], code: int = 0) -> list[list[str]]:
-    """Returns what each process printed, line by line."""
-    done = [(process.communicate(timeout=180), process.returncode) for process in started]
-    assert [found for _, found in done] == [code] * len(done), [err[-3000:] for (_, err), _ in done]
-    printed = (out.splitlines() for (out, _), _ in done)
-    return [[line for line in lines if "peer ranks" not in line] for lines in printed]
-
-
-def said(printed: list[list[str]], begin: str) -> list[str]:
-    """Returns the line of each process that begins so; C++ libraries print others between."""
-    return [next(line for line in lines if line.startswith(begin)) for lines in printed]
-
-
-def train(processes: int, directory: pathlib.Path, epochs: int) -> list[list[str]]:
-    program = [str(HERE / "processes.py")]
-    return ended(start(processes, program, str(directory), str(epochs)))
+from tests.several_processes import TRAINING, lines_starting, outputs, start, train
 
 
 @pytest.mark.long
@@ -64,11 +15,11 @@ def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_
     tmp_path: pathlib.Path,
 ) -> None:
     straight = train(2, tmp_path / "straight", 30)
-    assert len(set(said(straight, "ends"))) == 1
+    assert len(set(lines_starting(straight, "ends"))) == 1
     epochs = [sum(line.startswith("epoch") for line in lines) for lines in straight]
     assert epochs == [30, 0]  # the first tells
 
-    killed = start(2, [str(HERE / "processes.py")], str(tmp_path / "killed"), "30")
+    killed = start(2, [TRAINING], str(tmp_path / "killed"), "30")
     assert killed[0].stdout is not None
     for line in killed[0].stdout:
         if line == "step 12\n":
@@ -76,7 +27,7 @@ def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_
             break
     steps = [
         [line for line in lines if line.startswith("step ")][-1]
-        for lines in ended(killed, code=143)
+        for lines in outputs(killed, code=143)
     ]
     assert steps[0] == steps[1]
     last = int(steps[0].removeprefix("step "))
@@ -84,13 +35,13 @@ def test_sigterm_to_one_process_ends_all_at_one_step_and_they_go_on_to_the_same_
     assert (tmp_path / "killed" / f"{last:012d}").is_dir()
 
     # One process with four devices has the same state; epochs that are over leave it as it is.
-    one = start(1, [str(HERE / "processes.py")], str(tmp_path / "killed"), "1")
-    (begins,) = said(ended(one, code=1), "begins")
+    one = start(1, [TRAINING], str(tmp_path / "killed"), "1")
+    (begins,) = lines_starting(outputs(one, code=1), "begins")
     resumed = train(2, tmp_path / "killed", 30)
-    assert said(resumed, "begins") == [begins, begins]
+    assert lines_starting(resumed, "begins") == [begins, begins]
     assert begins.startswith(f"begins {last} ")
     for words in ("ends", "losses"):
-        assert said(resumed, words) == said(straight, words)
+        assert lines_starting(resumed, words) == lines_starting(straight, words)
     rows = [(tmp_path / f"{name}.csv").read_text() for name in ("straight", "killed")]
     assert rows[0] == rows[1]
     assert rows[0].count("\n") == 81
@@ -113,26 +64,26 @@ TOGETHER = """
             "local": np.full(3, value),
         }
 
-    def said(what):
-        def say(*args, **kwargs):
+    def prints(act):
+        def act_and_print(*args, **kwargs):
             try:
-                found = what(*args, **kwargs)
+                result = act(*args, **kwargs)
             except Exception as error:
                 print(type(error).__name__, str(error).splitlines()[0].replace(folder, "."))
             else:
-                print("done", found)
-        return say
+                print("done", result)
+        return act_and_print
 
     def values(state):
-        own = [np.asarray(s.data, np.float32) for s in state["w"].addressable_shards]
-        return np.unique(own).tolist(), state["local"].tolist(), state["w"].sharding == rows
+        shards = [np.asarray(s.data, np.float32) for s in state["w"].addressable_shards]
+        return np.unique(shards).tolist(), state["local"].tolist(), state["w"].sharding == rows
 
-    said(ft.save)(f"{folder}/one", make(1))
+    prints(ft.save)(f"{folder}/one", make(1))
     print(values(ft.load(f"{folder}/one", make(0))))
-    said(ft.save)(f"{folder}/one", make(2))
-    said(ft.save)(f"{folder}/one", make(3), overwrite=True)
+    prints(ft.save)(f"{folder}/one", make(2))
+    prints(ft.save)(f"{folder}/one", make(3), overwrite=True)
     print(values(ft.load(f"{folder}/one", make(0))))
-    said(ft.save)(f"{folder}/small", make(1, jnp.float8_e4m3fn))
+    prints(ft.save)(f"{folder}/small", make(1, jnp.float8_e4m3fn))
 
     with ft.Checkpointer(f"{folder}/run", monitor="loss") as checkpoints:
         for step in (1, 2):
@@ -144,27 +95,27 @@ TOGETHER = """
                 if path.suffix == ".safetensors":
                     path.write_bytes(path.read_bytes()[::-1])
         multihost_utils.sync_global_devices("damaged")
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             restored = checkpoints.restore(make(0))
-        print(values(restored.state), restored.position.step, len(found))
+        print(values(restored.state), restored.position.step, len(caught))
         checkpoints.rollback(1)
         print(checkpoints.steps(), checkpoints.best())
 
-    own = jax.process_index()
+    number = jax.process_index()
     with ft.Checkpointer(f"{folder}/run") as checkpoints:
-        said(checkpoints.save)(make(9), 9 + own)
-        said(checkpoints.save)({**make(9), "more": np.ones(2 + own)}, 9)
-        said(checkpoints.save)({**make(9), "text": "some" if own else np.ones(2)}, 9)
-        said(checkpoints.save)(make(9), 9, documents={"odd": object() if own else 1})
-        said(checkpoints.save)(make(9), 1 - own)
-        said(checkpoints.restore)(make(0, jnp.float32 if own else jnp.bfloat16))
-        said(checkpoints.restore)(make(0), 1 + own)
-        said(ft.load)(f"{folder}/one{own or ''}", make(0))
+        prints(checkpoints.save)(make(9), 9 + number)
+        prints(checkpoints.save)({**make(9), "more": np.ones(2 + number)}, 9)
+        prints(checkpoints.save)({**make(9), "text": "some" if number else np.ones(2)}, 9)
+        prints(checkpoints.save)(make(9), 9, documents={"odd": object() if number else 1})
+        prints(checkpoints.save)(make(9), 1 - number)
+        prints(checkpoints.restore)(make(0, jnp.float32 if number else jnp.bfloat16))
+        prints(checkpoints.restore)(make(0), 1 + number)
+        prints(ft.load)(f"{folder}/one{number or ''}", make(0))
         print(checkpoints.steps())
-    with ft.Checkpointer(f"{folder}/run{own}") as checkpoints:
-        said(checkpoints.save)(make(9), 9)
-        said(checkpoints.restore)(make(0))
+    with ft.Checkpointer(f"{folder}/run{number}") as checkpoints:
+        prints(checkpoints.save)(make(9), 9)
+        prints(checkpoints.restore)(make(0))
 
     from functrain.checkpoint import _arrays, _checkpoint
 
@@ -175,22 +126,22 @@ TOGETHER = """
 
     with ft.Checkpointer(f"{folder}/run") as checkpoints:
         for failing in (0, 1):
-            _checkpoint.write_arrays = full if own == failing else real
-            said(checkpoints.save)(make(3), 3)
+            _checkpoint.write_arrays = full if number == failing else real
+            prints(checkpoints.save)(make(3), 3)
         _checkpoint.write_arrays = real
-        pictures = [] if own else [np.ones(2)]  # of a logger, which only the first process has
-        said(checkpoints.save)(make(4), 4, documents={"logger": pictures})
+        pictures = [] if number else [np.ones(2)]  # of a logger, which only the first process has
+        prints(checkpoints.save)(make(4), 4, documents={"logger": pictures})
         print(checkpoints.steps())
 
     real_read = _arrays.StoredArrays._read_shard
 
     def read(self, *args):
-        if own:
+        if number:
             raise OSError("gone")
         return real_read(self, *args)
 
     _arrays.StoredArrays._read_shard = read
-    said(ft.load)(f"{folder}/one", make(0))
+    prints(ft.load)(f"{folder}/one", make(0))
     _arrays.StoredArrays._read_shard = real_read
     print(values(ft.load(f"{folder}/one", make(0))))
 
@@ -198,9 +149,9 @@ TOGETHER = """
         checkpoints = ft.Checkpointer(f"{folder}/clock", **when)
         ft.fit(make(0), lambda s, x: (s, {}), [jnp.ones(4)], checkpointer=checkpoints, verbose=0)
 
-    said(fit)(every=ft.every(seconds=1))
-    batch = (np.ones((4, 3)),) * (1 + own)
-    said(ft.fit)(make(0), lambda s, x: (s, {}), [batch], sharding=rows, verbose=0)
+    prints(fit)(every=ft.every(seconds=1))
+    batch = (np.ones((4, 3)),) * (1 + number)
+    prints(ft.fit)(make(0), lambda s, x: (s, {}), [batch], sharding=rows, verbose=0)
 """
 
 
@@ -221,7 +172,7 @@ DISAGREEING = [  # what process 1 says, which does another thing than the first
 
 def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.Path) -> None:
     program = ["-c", textwrap.dedent(TOGETHER)]
-    first, second = ended(start(2, program, str(tmp_path)))
+    first, second = outputs(start(2, program, str(tmp_path)))
     assert first[:2] == ["done None", "([1.0], [1, 1, 1], True)"]
     assert first[2].startswith("FileExistsError ./one: expected no such path, or an earlier")
     assert second[2].startswith("OtherProcessError process 0 failed: FileExistsError")
@@ -245,61 +196,6 @@ def test_what_one_process_can_do_with_checkpoints_several_can(tmp_path: pathlib.
     same = [[line for i, line in enumerate(x) if i not in differing] for x in (first, second)]
     assert same[0] == same[1]
     assert sorted(os.listdir(tmp_path)) == ["clock", "one", "run", "run0", "small"]
-
-
-WHENEVER = """
-import os, sys, time
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-import jax, jax.numpy as jnp, functrain as ft
-
-ft.distributed.initialize()
-rows = jax.NamedSharding(ft.sharding.mesh({"data": 2}), jax.P("data"))
-
-def wait(event):
-    if isinstance(event, ft.events.ChunkEnd):
-        print("step", event.step, flush=True)
-        # The processes are not at the same step at the same time.
-        time.sleep(0.02 * (1 + (event.step + jax.process_index()) % 2))
-
-def step(w, x):
-    return w + jnp.mean(x), {}
-
-every = ft.every(seconds=0.4) if sys.argv[2] == "clock" else ft.every(minutes=10)
-checkpoints = ft.Checkpointer(sys.argv[1], every=every, keep=None)
-options = {"sharding": rows, "checkpointer": checkpoints, "fuse": 2, "verbose": 0}
-w, _ = ft.fit(jnp.zeros(()), step, [jnp.ones(4)] * 120, hooks=[wait], **options)
-print("ends", float(w), checkpoints.steps())
-"""
-
-
-def test_a_clock_of_one_process_saves_in_all(tmp_path: pathlib.Path) -> None:
-    program = ["-c", WHENEVER]
-    first, second = said(ended(start(2, program, str(tmp_path / "run"), "clock")), "ends")
-    assert first == second
-    assert first.startswith("ends 120.0 [")
-    assert first.count(",") > 2  # 60 chunks of 30 ms each, and 0.4 s between saves
-    steps = [int(x) for x in first.partition("[")[2].rstrip("]").split(",")]
-    for checkpoint in steps:
-        assert float(ft.load(tmp_path / "run" / f"{checkpoint:012d}", np.float32(0))) == checkpoint
-
-
-@pytest.mark.parametrize("asked", [0, 1])
-def test_a_signal_to_one_process_saves_in_all_which_go_on(
-    tmp_path: pathlib.Path, asked: int
-) -> None:
-    started = start(2, ["-c", WHENEVER], str(tmp_path / "run"), "signal")
-    stream = started[asked].stdout
-    assert stream is not None
-    for line in stream:
-        if line in ("step 20\n", "step 60\n"):
-            started[asked].send_signal(signal.SIGUSR1)
-        if line.startswith("step 90"):
-            break
-    first, second = said(ended(started), "ends")
-    assert first == second
-    steps = [int(x) for x in first.partition("[")[2].rstrip("]").split(",")]
-    assert len(steps) == 3
-    assert 20 <= steps[0] < 60 <= steps[1] < 120 == steps[2]
 
 
 APART = """
@@ -341,7 +237,7 @@ APART = """
 def test_what_is_on_devices_of_the_first_process_is_saved_and_each_piece_is_read_once(
     tmp_path: pathlib.Path,
 ) -> None:
-    printed = ended(start(2, ["-c", textwrap.dedent(APART)], str(tmp_path)))
+    printed = outputs(start(2, ["-c", textwrap.dedent(APART)], str(tmp_path)))
     everywhere = ["own 1 True 1", "all data 2 True 2", "all None 2 True 1"]
     here = ["first data 2 True 1", "first None 2 True 1"]
     there = ["first data 0 True 0", "first None 0 True 1"]
@@ -380,71 +276,6 @@ STALE = """
 def test_a_process_that_sees_a_checkpoint_late_does_as_the_first_one(
     tmp_path: pathlib.Path,
 ) -> None:
-    for lines in ended(start(2, ["-c", textwrap.dedent(STALE)], str(tmp_path))):
+    for lines in outputs(start(2, ["-c", textwrap.dedent(STALE)], str(tmp_path))):
         found = [line for line in lines if line.startswith("found")]
         assert found == ["found False", "found 1", "found 1", "found None"]
-
-
-LOADING = """
-import os, pathlib, sys, time, jax, jax.numpy as jnp, safetensors, functrain as ft
-
-directory, size, shards, leaves = sys.argv[1], int(sys.argv[2]), 8, 4
-status = pathlib.Path("/proc/self/status")
-
-def mib(name):
-    return int(status.read_text().split(name + ":")[1].split()[0]) / 2**10
-
-def peak(act):
-    before = mib("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")
-    start = time.perf_counter()
-    result = act()
-    return result, (mib("VmHWM") - before) / size, time.perf_counter() - start
-
-os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-ft.distributed.initialize()
-mesh = ft.sharding.mesh({"data": 2})
-rows = size * 2**20 // 4 // (shards * leaves) // 1024
-names = [f"layers.{i}.{j}.weight" for i in range(shards) for j in range(leaves)]
-rule = ft.Rename("layers.*.*.weight", "layers_*/*/kernel", "o i -> i o")
-# Half of the leaves are divided along the rows of the file, half along its columns.
-def like(j):
-    spec = jax.P(None, "data") if j % 2 else jax.P("data")
-    return jax.ShapeDtypeStruct((1024, rows), jnp.float32, sharding=jax.NamedSharding(mesh, spec))
-state = {f"layers_{i}": {str(j): {"kernel": like(j)} for j in range(leaves)} for i in range(shards)}
-warm, taken, seconds = peak(lambda: ft.warm_start(state, directory, rename=[rule]))
-assert warm.missing == () and len(warm.loaded) == shards * leaves
-
-def by_library():
-    parts = []
-    for file in sorted(pathlib.Path(directory).glob("*.safetensors")):
-        with safetensors.safe_open(file, "numpy") as arrays:
-            for name in arrays.keys():
-                half = slice(jax.process_index() * 512, (jax.process_index() + 1) * 512)
-                part = arrays.get_slice(name)[:, half].T
-                parts.append(jax.device_put(part, jax.local_devices()[0]))
-    return jax.block_until_ready(parts)
-
-total = jax.jit(lambda tree: sum(jnp.sum(x) for x in jax.tree.leaves(tree)))
-value = float(total(warm.state))
-del warm
-_, _, theirs = peak(by_library)
-print("taken", taken, seconds, theirs, value)
-"""
-
-
-@pytest.mark.parametrize("size", [192, pytest.param(2048, marks=pytest.mark.long)])
-def test_each_process_reads_its_parts_of_a_sharded_model(tmp_path: pathlib.Path, size: int) -> None:
-    leaves = size * 2**20 // 4 // 32
-    arrays = {
-        f"layers.{i}.{j}.weight": np.full((leaves // 1024, 1024), i + 1, np.float32)
-        for i in range(8)
-        for j in range(4)
-    }
-    ft.export.params(tmp_path / "model.safetensors", arrays, shard_bytes=size * 2**20 // 8)
-    assert len(list(tmp_path.glob("*.safetensors"))) == 8
-    for line in said(ended(start(2, ["-c", LOADING], str(tmp_path), str(size))), "taken"):
-        taken, _, _, total = map(float, line.split()[1:])
-        # In models: the half that a process has, and two leaves of it while they are transposed.
-        assert taken < 0.5 + 2 / 32 + 24 / size
-        assert total == sum(float(x.sum()) for x in arrays.values())

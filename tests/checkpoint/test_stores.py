@@ -15,7 +15,7 @@ import pytest
 import functrain as ft
 from functrain.checkpoint._errors import ObjectStoreError
 from tests.checkpoint import test_killed
-from tests.checkpoint.test_processes import ended, said, start
+from tests.several_processes import lines_starting, outputs, start
 
 NEEDED = ("s3fs", "gcsfs", "moto", "gcp_storage_emulator")
 pytestmark = [
@@ -184,8 +184,8 @@ with ft.Checkpointer(sys.argv[1], keep=2) as checkpoints:
 def test_two_processes_save_and_restore_together(bucket) -> None:
     url = f"{bucket}/two"
     program = ["-c", MULTIPROCESS]
-    printed = ended(start(2, program, url, popen=subprocess.Popen))
-    assert said(printed, "same") == ["same True [2, 3] {}"] * 2
+    printed = outputs(start(2, program, url, popen=subprocess.Popen))
+    assert lines_starting(printed, "same") == ["same True [2, 3] {}"] * 2
     loaded = ft.load(f"{url}/{3:012d}", {"x": np.zeros(64, np.float32)})
     assert np.array_equal(loaded["x"], np.arange(64) + 3)
 

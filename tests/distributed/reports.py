@@ -23,9 +23,9 @@ def report(name: str, work: Callable[..., Any], *args: Any, **kwargs: Any) -> No
 
 def reports(program: str, *arguments: str) -> list[dict[str, Any]]:
     """Runs a program of this folder in two processes; returns what each of them reported."""
-    from tests.checkpoint.test_processes import ended, start
+    from tests.several_processes import outputs, start
 
     path = pathlib.Path(__file__).parent / program
-    printed = ended(start(2, [str(path)], *arguments))
+    printed = outputs(start(2, [str(path)], *arguments))
     lines = ([json.loads(x) for x in own if x.startswith("{")] for own in printed)
     return [{name: x for line in own for name, x in line.items()} for own in lines]

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import pytest
 
 import functrain as ft
-from tests.checkpoint.test_processes import said, train
+from tests.several_processes import lines_starting, train
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = ROOT / "tests" / "distributed" / "slurm_run.py"
@@ -154,7 +154,7 @@ def submit(tmp_path: pathlib.Path) -> Generator[Submit]:
 def straight(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The result of the training in two processes, without Slurm."""
     printed = train(2, tmp_path_factory.mktemp("straight") / "run", EPOCHS)
-    (ends,) = set(said(printed, "ends"))
+    (ends,) = set(lines_starting(printed, "ends"))
     return ends
 
 

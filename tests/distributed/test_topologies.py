@@ -6,13 +6,13 @@ import pathlib
 import numpy as np
 import pytest
 
-from tests.checkpoint.test_processes import said, train
+from tests.several_processes import lines_starting, train
 
 
 def losses(processes: int, folder: pathlib.Path) -> list[float]:
     printed = train(processes, folder / str(processes), 2)
-    assert len(set(said(printed, "ends "))) == 1, "digests of the state"
-    (line,) = set(said(printed, "losses "))
+    assert len(set(lines_starting(printed, "ends "))) == 1, "digests of the state"
+    (line,) = set(lines_starting(printed, "losses "))
     return ast.literal_eval(line.removeprefix("losses "))  # type: ignore[no-any-return]
 
 
