@@ -190,7 +190,8 @@ def _write_for_language_models(app: Sphinx, exception: Exception | None) -> None
 
 
 def _first_paragraph(text: str) -> str:
-    return " ".join(text.split("\n\n")[1].strip("*").split())
+    paragraphs = [part for part in text.split("\n\n") if not part.startswith("#")]
+    return " ".join(paragraphs[0].strip("*").split())
 
 
 def write(path: pathlib.Path, text: str) -> None:

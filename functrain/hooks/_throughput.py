@@ -7,9 +7,13 @@ from typing import ClassVar
 import jax
 
 from functrain.common._checks import is_positive, require
+from functrain.common._log_values import Unshown
 from functrain.engine._trigger import Every, Trigger, as_trigger
 from functrain.loop._events import ChunkEnd, Event
 from functrain.targets._chips import known_chip
+
+# Progress lines have steps or examples a second anyway.
+_SHOWN = ("tokens", "utilization")
 
 
 @dataclasses.dataclass(eq=False)
@@ -102,7 +106,9 @@ class Throughput:
             rates["flops"] = rates["steps"] * self.flops_per_step
             if peak := _peak_flops(event.state):
                 rates["utilization"] = rates["flops"] / peak
-        event.values.update({f"throughput/{name}": rate for name, rate in rates.items()})
+        for name, rate in rates.items():
+            kind = str if name in _SHOWN else Unshown
+            event.values[kind(f"throughput/{name}")] = rate
         self._since, self._steps, self._examples = self._latest, 0, 0
 
 

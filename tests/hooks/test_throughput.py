@@ -68,6 +68,16 @@ def test_a_second_run_counts_from_its_own_beginning() -> None:
         )
 
 
+def test_progress_lines_have_the_rates_that_they_do_not_have_anyway(capsys) -> None:
+    hook = ft.hooks.Throughput(tokens_per_example=3)
+    data = [np.ones(2)] * 8
+    ft.fit(0, lambda s, b: (s + 1, {}), data, epochs=2, hooks=[hook], fuse=2, verbose="lines")
+    (line,) = capsys.readouterr().out.splitlines()[-1:]
+    assert "throughput/tokens" in line
+    assert "throughput/steps" not in line
+    assert "throughput/examples" not in line
+
+
 class Device:
     def __init__(self, **stats):
         self.stats = stats or None
