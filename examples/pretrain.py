@@ -13,7 +13,7 @@ divided among all devices (FSDP):
 
 | `--size` | parameters | tokens in a step | steps | meant for |
 |---|---:|---:|---:|---|
-| `laptop` | 0.9 M | 4,096 | 350 | two CPU cores |
+| `laptop` | 0.9 M | 4,096 | 450 | two CPU cores |
 | `gpt2` | 124 M | 524,288 | 5,000 | one GPU |
 | `gpt2-xl` | 1.6 B | 524,288 | 50,000 | several GPUs |
 
@@ -75,7 +75,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "quick": Size(320, 32, 2, 2, 64, 8, 4, 60),
-    "laptop": Size(1_024, 128, 4, 4, 256, 16, 8, 350),
+    "laptop": Size(1_024, 128, 4, 4, 256, 16, 8, 450),
     "gpt2": Size(50_304, 768, 12, 12, 1_024, 512, 32, 5_000),
     "gpt2-xl": Size(50_304, 1_600, 48, 25, 1_024, 512, 32, 50_000),
 }
@@ -237,8 +237,8 @@ def keras_model():
 model = keras_model() if args.model == "keras" else ft.cast(ft.from_nnx(GPT), jnp.bfloat16)
 
 # %% The loss and the optimizer. The loss is the mean over all tokens that the mask includes: in
-# micro-batches, in batches, and in the evaluation. Muon updates the matrices of the blocks, and
-# AdamW all other params. A step whose loss or gradient jumps is skipped
+# micro-batches, in batches, and in the evaluation. Muon updates the kernels, and AdamW all other
+# params. A step whose loss or gradient jumps is skipped
 loss_fn = ft.supervised(
     model, optax.softmax_cross_entropy_with_integer_labels, reduction="weighted_mean"
 )
