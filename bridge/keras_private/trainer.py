@@ -46,7 +46,7 @@ def build_from(model: keras.Model, epochs: Any) -> None:
         if not (is_built(model) and all(layer.built for layer in model._flatten_layers())):
             # Keras needs arrays for their shapes, and rows of arrays have not been taken yet.
             batches = ((begin, end, map(epochs.batch_of, items)) for begin, end, items in epochs)
-            with error_notes(epochs.given):
+            with error_notes(epochs.given, "data"):
                 build(model, iterator=batches)
         epochs.reset()
     finally:

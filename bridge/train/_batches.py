@@ -260,7 +260,7 @@ def keras_batches(
 
 
 def _require_numbers(name: str, data: Any) -> None:
-    """Raises an error for strings, masked arrays, and integers that jax would truncate."""
+    """Raises an error for what is no array of numbers, and integers that jax would truncate."""
     for leaf in keras.tree.flatten(data):
         is_masked = isinstance(leaf, np.ma.MaskedArray)
         advice = "Pass x.filled(0), and weights for what is masked as sample_weight."
@@ -275,6 +275,12 @@ def _require_numbers(name: str, data: Any) -> None:
                 "Convert labels with classes, y = np.unique(y, return_inverse=True) or "
                 "keras.layers.StringLookup, texts with keras.layers.TextVectorization."
             )
+        # Keras's own errors show all of a list, and no name of an array of objects.
+        is_number = isinstance(leaf, bool | int | float)
+        advice = f"Pass np.asarray({name}, dtype), or pad rows of unequal length first."
+        require(not is_number, name, "an array", data, advice, error=TypeError)
+        is_object = isinstance(leaf, np.ndarray) and leaf.dtype.kind == "O"
+        require(not is_object, name, "an array of numbers", leaf, advice, error=TypeError)
 
 
 def _holds_strings(leaf: Any) -> bool:

@@ -1,6 +1,7 @@
 """Checks of the arguments of fit, evaluate and predict, before the first callback and step."""
 
 import functools
+import importlib.util
 import numbers
 from typing import Any
 
@@ -32,6 +33,12 @@ _LABELS = 100_000
 # The arguments that are whole numbers.
 _COUNTS = ("batch_size", "steps", "steps_per_epoch", "validation_steps", "validation_batch_size")
 _RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
+# The losses of probabilities, or of logits with ``from_logits=True``.
+_CROSSENTROPIES = {
+    "binary_crossentropy": keras.losses.BinaryCrossentropy,
+    "categorical_crossentropy": keras.losses.CategoricalCrossentropy,
+    "sparse_categorical_crossentropy": keras.losses.SparseCategoricalCrossentropy,
+}
 
 
 def _require_model(model: Any) -> None:
@@ -181,6 +188,17 @@ def require_fit(model: keras.Model, callbacks: Any, *, has_checkpointer: bool) -
         require(not conflicts, "callbacks", expected, callback, advice)
         if isinstance(optimizer, OptaxOptimizer):
             _require_optimizer(optimizer, callback)
+        _require_tensorflow(callback)
+
+
+def _require_tensorflow(callback: Any) -> None:
+    """Raises ImportError for Keras's TensorBoard if TensorFlow is missing."""
+    is_board = isinstance(callback, keras.callbacks.TensorBoard)
+    if is_board and importlib.util.find_spec("tensorflow") is None:
+        raise ImportError(
+            "callbacks: keras.callbacks.TensorBoard needs TensorFlow, which is not installed. "
+            "functrain.hooks.TensorBoard(directory) is a callback that does not need it."
+        )
 
 
 def _require_distributed(model: keras.Model) -> None:
@@ -234,4 +252,25 @@ def warn_of_labels(model: keras.Model, y: Any) -> None:
         warn(
             f"y: expected labels from 0 to {classes - 1}, since the model has {classes} outputs, "
             f"got {labels[is_wrong][0]}. Such a label has no class, and its loss means nothing."
+        )
+
+
+def warn_of_outputs(model: keras.Model) -> None:
+    """Warns of a crossentropy of logits after a softmax or sigmoid, or of probabilities without."""
+    loss, outputs = model.loss, getattr(model, "outputs", None)
+    loss = _CROSSENTROPIES[loss]() if isinstance(loss, str) and loss in _CROSSENTROPIES else loss
+    if type(loss) not in _CROSSENTROPIES.values() or not outputs or len(outputs) > 1:
+        return
+    layer = model.layers[-1]
+    activation = getattr(layer, "activation", None) if layer.output is outputs[0] else None
+    takes_logits = loss.get_config()["from_logits"]
+    if takes_logits and activation in (keras.activations.softmax, keras.activations.sigmoid):
+        warn(
+            f"loss: expected logits for from_logits=True, got the {activation.__name__} of layer "
+            f"{layer.name!r}. Leave out from_logits=True or the activation."
+        )
+    elif not takes_logits and activation is keras.activations.linear:
+        warn(
+            f"loss: expected probabilities, got layer {layer.name!r} without an activation. Write "
+            f"keras.losses.{type(loss).__name__}(from_logits=True)."
         )

@@ -153,6 +153,7 @@ def fit(
     keras_private.trainer.build_from(model, batches.data)
     cached_step(model, "train")
     _checks.warn_of_labels(model, prepared.y)
+    _checks.warn_of_outputs(model)
     options = Options(fuse, rewrites)
     evaluation: Evaluation | None = None
     if validation_data is not None:

@@ -103,7 +103,8 @@ class ReduceLROnPlateau(EarlyStopping):
         """Raises ValueError unless a state has a learning rate that can be set."""
         expected = "a state with a learning rate that is injected as a number"
         advice = "Create the optimizer as optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)."
-        require(_rate_paths(state), "ReduceLROnPlateau", expected, "none", advice)
+        if not _rate_paths(state):
+            raise ValueError(f"ReduceLROnPlateau: expected {expected}, got none. {advice}")
 
     def _compare(self, event: Event, value: Any) -> None:
         self._cooldown_left = max(0, self._cooldown_left - 1)

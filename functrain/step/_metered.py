@@ -68,7 +68,10 @@ class MeteredStep(StepTraits):
 
     def __call__(self, metered: Metered, batch: PyTree, /) -> tuple[Metered, PyTree]:
         """Takes one step and updates the metrics."""
-        advice = "Begin with step.start(state). A function around this step hides its metrics."
+        advice = (
+            "Begin with step.start(state). A function around this step hides its metrics: return "
+            "further logs from the loss, in Aux(logs=), or wrap a step without metrics."
+        )
         require_instance("state", metered, Metered, "Metered(state, metrics)", advice)
         args = [metered.state, batch]
         if self.rng is not None:

@@ -44,6 +44,43 @@ def test_targets_with_a_dataset() -> None:
         bridge.fit(compiled(), batches, Y, verbose=0, shuffle=False)
 
 
+def test_the_shapes_of_data_that_a_model_cannot_take_are_noted_as_those_of_the_data() -> None:
+    with pytest.raises(ValueError, match="incompatible") as error:
+        bridge.fit(compiled(), X[:, :3], Y, batch_size=8, verbose=0)
+    assert "Shapes of the data:\n  0: float32[32, 3]\n  1: float32[32, 4]" in error.value.__notes__
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (X.tolist(), r"^x: expected an array, got list.*np.asarray\(x, dtype\)"),
+        (X.astype(object), r"^x: expected an array of numbers, got .*object"),
+    ],
+    ids=["list", "objects"],
+)
+def test_data_that_are_no_array_of_numbers_are_named(x: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=words) as error:
+        bridge.fit(compiled(), x, Y, verbose=0)
+    assert len(str(error.value)) < 200
+
+
+def test_a_monitored_value_that_no_epoch_has_is_noted_with_those_that_it_has() -> None:
+    stop = keras.callbacks.EarlyStopping("val_los")
+    with pytest.raises(ValueError, match="monitor=val_los") as error:
+        bridge.fit(compiled(), X, Y, validation_split=0.5, callbacks=[stop], verbose=0)
+    note = "monitor: expected one of ['loss', 'val_loss'], got 'val_los'."
+    assert note in error.value.__notes__
+
+
+def test_tensorboard_without_tensorflow_is_refused_with_the_callback_that_works(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    board = keras.callbacks.TensorBoard(tmp_path)
+    with pytest.raises(ImportError, match=r"functrain\.hooks\.TensorBoard\(directory\)"):
+        bridge.fit(compiled(), X, Y, callbacks=[board], verbose=0)
+
+
 def test_an_overridden_loop_is_told_that_it_is_not_run() -> None:
     class Own(keras.Sequential):
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
@@ -147,7 +184,7 @@ LOGITS, IGNORING = SPARSE(from_logits=True), SPARSE(from_logits=True, ignore_cla
     ("loss", "labels", "words"),
     [
         (LOGITS, CLASSES + 1, "labels from 0 to 3.*got 4"),
-        ("sparse_categorical_crossentropy", CLASSES - 1, "got -1"),
+        (SPARSE(from_logits=True), CLASSES - 1, "got -1"),
         (IGNORING, CLASSES[:, None] * 9, "got 9"),
         (LOGITS, CLASSES, None),
         (IGNORING, np.where(CLASSES == 3, np.int32(-1), CLASSES), None),
@@ -165,3 +202,39 @@ def test_labels_without_a_class_are_told_before_the_first_step(
             return
         with pytest.raises(UserWarning, match=words):
             bridge.fit(compiled(loss=loss), X, labels, verbose=0)
+
+
+def classifier(activation: str | None, loss: Any) -> keras.Model:
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, layers.Dense(4, activation, name="last")(inputs))
+    model.compile("adam", loss)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "words"),
+    [
+        (
+            "softmax",
+            LOGITS,
+            "expected logits for from_logits=True, got the softmax of layer 'last'",
+        ),
+        (None, SPARSE(), r"got layer 'last' without an activation. .*Sparse.*\(from_logits=True\)"),
+        (None, "sparse_categorical_crossentropy", "expected probabilities, got layer 'last'"),
+        ("softmax", "sparse_categorical_crossentropy", None),
+        (None, LOGITS, None),
+        (None, "mse", None),
+    ],
+    ids=["softmax", "logits", "name", "probabilities", "from_logits", "regression"],
+)
+def test_outputs_that_the_crossentropy_does_not_take_are_told(
+    activation: str | None, loss: Any, words: str | None
+) -> None:
+    labels = Y if loss == "mse" else CLASSES
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if words is None:
+            bridge.fit(classifier(activation, loss), X, labels, verbose=0)
+            return
+        with pytest.raises(UserWarning, match=words):
+            bridge.fit(classifier(activation, loss), X, labels, verbose=0)
