@@ -174,7 +174,7 @@ def _require_same_specs(
         file,
         _tree.spec_differences(expected, dict(specs)),
         "the shapes and dtypes of the state",
-        "Nothing was taken. To convert floating-point numbers: cast=True. To leave leaves "
-        "unchanged: skip= their paths.",
+        "Nothing was taken. For another order of axes: rules of functrain.Rename. To convert "
+        "floating-point numbers: cast=True. To leave leaves unchanged: skip= their paths.",
         error=CheckpointMismatchError,
     )

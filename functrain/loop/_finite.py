@@ -30,6 +30,7 @@ class LossWatch:
     last_finite: int | None = None
     # The name of the loss that was not finite.
     _name: str = "loss"
+    _has_warned: bool = False
 
     def logs(self, event: ChunkEnd) -> None:
         """Checks the steps of a chunk."""
@@ -61,7 +62,7 @@ class LossWatch:
             self.first.setdefault(member, position)
 
     def warn(self, *, by_epochs: bool, epochs_before: int = 0, active: Any = None) -> None:
-        """Warns of that step, if there is one.
+        """Warns of that step, if there is one, once.
 
         Args:
           by_epochs: True if an epoch is a pass over the data, so that the batch can be named.
@@ -73,8 +74,9 @@ class LossWatch:
         if first and active is not None:
             is_active = fetch_global(active)
             first = {i: position for i, position in first.items() if is_active[i]}
-        if not first:
+        if not first or self._has_warned:
             return
+        self._has_warned = True
         step, epoch, batch = min(first.values())
         members = "" if active is None else f" of members {sorted(first)}"
         loader_epoch = f" (the loader's epoch {epochs_before + epoch})" if epochs_before else ""

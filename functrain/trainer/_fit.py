@@ -1,7 +1,7 @@
 """fit: a training loop with epochs, evaluation, progress and a history."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, Literal, NamedTuple
 
 import jax
@@ -19,6 +19,7 @@ from functrain.hooks._evaluate import Evaluate
 from functrain.hooks._hook import HookLike, HookRunner
 from functrain.hooks._terminate_on_nan import TerminateOnNaN
 from functrain.loop._arguments import run_arguments
+from functrain.loop._events import EpochEnd
 from functrain.loop._loop import Loop
 from functrain.loop._saving import Saving
 from functrain.rewrites import Mode
@@ -197,9 +198,21 @@ def fit(
     receivers = [recorder.logs, runner.logs]
     loop = Loop(state, step, arguments, receivers=receivers, saving=saving, signals=signals)
     first_position = loop.position
+
+    def warn_of_losses() -> None:
+        # TerminateOnNaN gives its own warning.
+        if not any(isinstance(hook, TerminateOnNaN) for hook in runner.unscheduled()):
+            recorder.losses.warn(
+                by_epochs=steps is None,
+                epochs_before=arguments.batches.epochs_before,
+                active=loop.state.active if is_population else None,
+            )
+
+    # Members of a population may diverge later, and the end of the fit names all of them.
+    end_epoch = (lambda: None) if is_population else warn_of_losses
     try:
         with signals:
-            _handle_events(loop, runner, recorder, verbose)
+            _handle_events(loop, runner, recorder, verbose, end_epoch)
     except BaseException as error:
         if loop.position != first_position:
             _attach_result(error, loop, recorder)
@@ -209,18 +222,18 @@ def fit(
                 place = f"step {saved_step}: {checkpointer.directory}"
                 error.add_note(f"The same call of fit resumes after {place}")
         raise
-    # TerminateOnNaN gives its own warning.
-    if not any(isinstance(hook, TerminateOnNaN) for hook in runner.unscheduled()):
-        recorder.losses.warn(
-            by_epochs=steps is None,
-            epochs_before=arguments.batches.epochs_before,
-            active=loop.state.active if is_population else None,
-        )
+    warn_of_losses()
     return FitResult(loop.state, recorder.history())
 
 
-def _handle_events(loop: Loop, runner: HookRunner, recorder: Recorder, verbose: Verbose) -> None:
-    """Calls hooks, recorder and progress report with the events of a run."""
+def _handle_events(
+    loop: Loop,
+    runner: HookRunner,
+    recorder: Recorder,
+    verbose: Verbose,
+    end_epoch: Callable[[], None],
+) -> None:
+    """Calls hooks, recorder and progress report with the events of a run, and ends its epochs."""
     progress: ProgressReport | None = None
     # Of several processes, only one reports.
     if verbose != 0 and jax.process_index() == 0:
@@ -241,6 +254,8 @@ def _handle_events(loop: Loop, runner: HookRunner, recorder: Recorder, verbose: 
             recorder.after(event)
             if progress is not None:
                 progress(event, recorder)
+            if isinstance(event, EpochEnd):
+                end_epoch()
 
 
 def _attach_result(error: BaseException, loop: Loop, recorder: Recorder) -> None:

@@ -55,6 +55,17 @@ def test_a_fit_names_its_first_step_with_a_loss_that_is_not_finite(fuse: int, va
     assert caught[0].filename == __file__
 
 
+def test_a_loss_that_is_not_finite_is_told_at_the_end_of_its_epoch() -> None:
+    epochs: list[int] = []
+    hook = ft.every(epochs=1)(lambda event: epochs.append(event.epoch))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="batch 5 of epoch 0") as error:
+            ft.fit(jnp.zeros(()), step, loader(5), epochs=3, hooks=[hook], verbose=0)
+    assert epochs == [0]
+    assert int(error.value.fit_result.state) == 40  # type: ignore[attr-defined]
+
+
 def test_the_epoch_of_the_loader_is_named_where_the_state_had_taken_steps() -> None:
     data = np.arange(40, dtype=np.float32)
     data[5] = np.nan
