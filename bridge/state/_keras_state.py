@@ -1,6 +1,5 @@
 """Keras's own state of a compiled model, as arrays."""
 
-from collections.abc import Collection
 from typing import Any, TypeAlias
 
 import flax.struct
@@ -117,11 +116,10 @@ def variable_paths(model: keras.Model) -> dict[str, str]:
     return paths
 
 
-def variable_values(model: keras.Model, fields: Collection[str] = FIELDS) -> KerasState:
-    """Returns the arrays of a model's variables, not copied. Lists not in `fields` are empty."""
-    values: dict[str, list[jax.Array]] = {}
-    for name, variables in variable_lists(model).items():
-        values[name] = [variable.value for variable in variables] if name in fields else []
+def variable_values(model: keras.Model) -> KerasState:
+    """Returns the arrays of a model's variables, not copied."""
+    lists = variable_lists(model)
+    values = {name: [x.value for x in variables] for name, variables in lists.items()}
     return KerasState(**values)
 
 

@@ -118,11 +118,11 @@ def spec_differences(expected: dict[str, Any], got: dict[str, Any]) -> list[str]
     return missing + unexpected + changed
 
 
-def bullets(lines: list[str], max_count: int = 12) -> str:
-    """Formats lines as an indented list, cut after `max_count` lines."""
-    items = [f"  {line}" for line in lines[:max_count]]
-    if len(lines) > max_count:
-        items.append(f"  ... and {len(lines) - max_count} more")
+def bullets(lines: list[str]) -> str:
+    """Formats lines as an indented list, of at most twelve."""
+    items = [f"  {line}" for line in lines[:12]]
+    if len(lines) > 12:
+        items.append(f"  ... and {len(lines) - 12} more")
     return "\n".join(items)
 
 

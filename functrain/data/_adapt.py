@@ -67,7 +67,7 @@ class LoaderBatches(Batches):
 
     can_seek = True
 
-    def __init__(self, loader: SeekableLoader, name: str = "data", steps_before: int = 0) -> None:
+    def __init__(self, loader: SeekableLoader, name: str, steps_before: int) -> None:
         self.data: SeekableLoader = loader
         self.name = name
         self.steps: int = len(loader)

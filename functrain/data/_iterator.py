@@ -31,7 +31,7 @@ class IteratorBatches(Batches):
       name: The argument that it was passed as, for errors.
     """
 
-    def __init__(self, data: Any, name: str = "data") -> None:
+    def __init__(self, data: Any, name: str) -> None:
         self.data, self.name = data, name
         self.is_iterator = isinstance(data, Iterator)
         # Data without a length raise either of these.

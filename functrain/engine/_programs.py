@@ -73,9 +73,7 @@ class LoopOptions(NamedTuple):
         return self._replace(k=k, takes_all=takes_all, unroll=unroll if is_full else 1)
 
 
-def loop_options(
-    carry: PyTree, *const: PyTree, rewrites: Mode = "auto", donate: bool = True
-) -> LoopOptions:
+def loop_options(carry: PyTree, *const: PyTree, rewrites: Mode, donate: bool = True) -> LoopOptions:
     """Returns the options of programs of one step on the devices of a carry and constants."""
     platform = platform_of((carry, const))
     return LoopOptions(

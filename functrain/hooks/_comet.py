@@ -11,6 +11,8 @@ import numpy as np
 from functrain.common._library import import_optional
 from functrain.hooks._tracker import Tracker
 
+_EMPTY_ARCHIVE_BYTES = 22  # a zip file without members
+
 
 class Comet(Tracker):
     """A hook that logs to Comet, with comet_ml.
@@ -108,7 +110,7 @@ class Comet(Tracker):
         """Puts aside what was archived after the checkpoint; a new run keeps what there is."""
         for path, number in self._archives_of(key):
             # Comet makes an empty one at the start, which stays if the process is killed.
-            if path.stat().st_size == _EMPTY_ARCHIVE:
+            if path.stat().st_size == _EMPTY_ARCHIVE_BYTES:
                 path.unlink()
             elif is_resumed and (number is None or number >= self._archives):
                 path.replace(path.with_name(f"killed-{path.name}"))
@@ -119,7 +121,7 @@ class Comet(Tracker):
         """Returns the archives of an experiment, and their numbers if they have been numbered."""
         paths = pathlib.Path(self.run.offline_directory).glob(f"{key}*.zip")
         ends = {path: path.stem.removeprefix(f"{key}-") for path in paths}
-        return [(path, int(x) if x.isdigit() else None) for path, x in ends.items()]
+        return [(path, int(end) if end.isdigit() else None) for path, end in ends.items()]
 
     def state(self) -> dict[str, Any]:
         """Waits until Comet has all; returns the experiment's key and the number of archives."""
@@ -134,10 +136,6 @@ class Comet(Tracker):
         """Ends the experiment, and its archive."""
         super().end()
         self._archives = 0
-
-
-# Bytes of a zip file without members.
-_EMPTY_ARCHIVE = 22
 
 
 @contextlib.contextmanager

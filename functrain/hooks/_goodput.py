@@ -88,8 +88,9 @@ class Goodput:
         self._earlier = state["total"] + stopped
 
     def _total(self) -> float:
-        now = time.perf_counter()
-        return self._earlier + now - (now if self._start is None else self._start)
+        if self._start is None:
+            return self._earlier
+        return self._earlier + time.perf_counter() - self._start
 
     def _parts(self) -> dict[str, float]:
         total = self._total()

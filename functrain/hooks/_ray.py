@@ -63,51 +63,52 @@ class RayReport:
         require(not has_clock, "every", expected, self.every)
         hint = "Ray Train needs its library: pip install 'functrain[ray]'"
         self._train = import_optional("ray.train", hint)
-        # Reports to make: the last one when its checkpoint is saved, which is after the hooks.
-        self._reports: list[dict[str, float]] = []
-        # The last two that were made. Ray forgets them if a worker dies before it has both of all.
-        self._made: list[dict[str, float]] = []
+        # Reports to make. The last one waits for its checkpoint, which is saved after the hooks.
+        self._pending: list[dict[str, float]] = []
+        # The last two that were made: Ray loses them if a worker dies before all have reported.
+        self._recent: list[dict[str, float]] = []
         self._is_over = False
 
     def begin(self) -> None:
         """Forgets those reports of a resumed run that Ray has."""
         last = self._train.get_checkpoint()
         last_step = -1 if last is None else last.get_metadata().get("step", -1)
-        self._reports = [values for values in self._reports if values["step"] > last_step]
+        self._pending = [values for values in self._pending if values["step"] > last_step]
 
     def __call__(self, event: Event, /) -> None:
         """Makes the report of the event before, and keeps the values for the next one."""
-        if self._reports and self._reports[-1]["step"] != event.step:
+        if self._pending and self._pending[-1]["step"] != event.step:
             self._report()
         values = {n: x for n, x in event.values.items() if is_loggable(x, event._of_members)}
         if isinstance(event, ChunkEnd):
             values = {**event.latest(), **values}
-        earlier = self._reports.pop() if self._reports else {}
+        earlier = self._pending.pop() if self._pending else {}
         position = {"step": event.step, "epoch": event.epoch}
-        self._reports.append({**earlier, **position, **split_members(values)})
+        self._pending.append({**earlier, **position, **split_members(values)})
         self._is_over = isinstance(event, RunEnd)
 
     def close(self) -> None:
         """Makes the last report, unless the run failed."""
         if self._is_over:
             self._report()
-        self._reports, self._made, self._is_over = [], [], False
+        self._pending, self._recent, self._is_over = [], [], False
 
     def state(self) -> dict[str, Any]:
         """Returns the reports that Ray may not have, for the checkpoint."""
-        return {"reports": self._made + self._reports}
+        return {"reports": self._recent + self._pending}
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Makes reports that the ended run may not have made."""
-        self._reports = state["reports"]
+        self._pending = state["reports"]
 
     def _report(self) -> None:
-        for values in self._reports:
+        for values in self._pending:
             # Ray copies the folder, which contains the name and nothing else.
             with tempfile.TemporaryDirectory() as folder:
                 checkpoint = self._named_checkpoint(int(values["step"]), folder)
                 self._train.report(values, checkpoint=checkpoint)
-        self._made, self._reports = (self._made + self._reports)[-2:], []
+        self._recent = [*self._recent, *self._pending][-2:]
+        self._pending = []
 
     def _named_checkpoint(self, step: int, folder: str) -> Any:
         """Returns what names the checkpoint of a step, in the first worker; None without one."""

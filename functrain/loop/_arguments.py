@@ -24,15 +24,15 @@ from functrain.data._batches import Batches
 from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._fuse import Fused
-from functrain.engine._plan import FuseArg, nbytes
+from functrain.engine._plan import FuseArg, Plan, nbytes
 from functrain.engine._position import Position, require_position
 from functrain.engine._processes import require_same_run
 from functrain.engine._programs import cached_program
-from functrain.engine._trigger import Trigger
+from functrain.engine._trigger import Trigger, longest_interval
 from functrain.rewrites import Mode
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
-from functrain.targets._chips import Chip
+from functrain.targets._chips import Chip, accelerator_of
 
 # The part of an accelerator's memory that the data and the state may take together, for the data to
 # be put there.
@@ -65,7 +65,24 @@ class RunArguments:
     jit: bool = True
     donate: bool = False
 
-    def put_data_on_device(self, chip: Chip, state: PyTree) -> None:
+    def new_plan(self, state: PyTree, carry_bytes: int) -> Plan:
+        """Returns a plan for the batches, and puts them on an accelerator if they fit there.
+
+        Args:
+          state: The state that is on the device.
+          carry_bytes: Size of what the programs change.
+        """
+        plan = Plan(
+            self.fuse,
+            state_bytes=carry_bytes,
+            intervals=lambda: [self.batches.full_steps, longest_interval(self.boundaries)],
+            chip=accelerator_of(state),
+        )
+        if plan.chip is not None:
+            self._put_data_on_device(plan.chip, state)
+        return plan
+
+    def _put_data_on_device(self, chip: Chip, state: PyTree) -> None:
         """Puts arrays on an accelerator that the run has for itself, if they fit beside the state.
 
         Copying each chunk from the host took longer than its program on a GPU: 88 µs a step of an

@@ -19,7 +19,6 @@ from functrain.engine._plan import Plan, chunks, nbytes
 from functrain.engine._position import Position
 from functrain.engine._programs import compute_metrics, initial_metrics
 from functrain.engine._signals import DeferredSignals
-from functrain.engine._trigger import longest_interval
 from functrain.loop._arguments import RunArguments, own_state, require_batches
 from functrain.loop._events import (
     ChunkBegin,
@@ -35,7 +34,6 @@ from functrain.loop._resuming import Resumed
 from functrain.loop._saving import Saving
 from functrain.metrics._metric import Metered
 from functrain.step._metered import MeteredStep
-from functrain.targets._chips import accelerator_of
 
 
 class Loop:
@@ -98,37 +96,13 @@ class Loop:
             raise
 
     def _begin(self, state: PyTree, plan: Plan | None) -> None:
-        """Resumes the run, or takes over or copies the state."""
-        arguments, saving, metrics = self.arguments, self.saving, None
-        if saving is not None:
-            boundaries = (*arguments.boundaries, saving.trigger)
-            arguments = dataclasses.replace(arguments, boundaries=boundaries)
-            releases = arguments.donate and not self.like_keras
-            like = self._new_metrics and self._new_metrics()
-            self.resumed = saving.resume(state, like, arguments, releases=releases)
-        if (resumed := self.resumed) is not None:
-            arguments = dataclasses.replace(
-                arguments, epochs=resumed.epochs, position=resumed.position
-            )
-            self._epoch_is_over, self._last_values = resumed.nothing_left, resumed.values
-            state, metrics = _tree.copy_if_needed((resumed.state, resumed.metrics))
-            # The driver owns the arrays that were read: a reference would keep them in memory.
-            self.resumed = dataclasses.replace(resumed, state=(), metrics=None)
-        elif not self.like_keras:
-            state = own_state(state, arguments)
-        self.arguments, self.epochs, self.position = arguments, arguments.epochs, arguments.position
+        """Makes the plan and the driver, which gets the state."""
+        state, metrics = self._take_over(state)
+        arguments = self.arguments
+        self.epochs, self.position = arguments.epochs, arguments.position
         self.batches.require_epochs(self.epochs - self.position.epoch)
-        # Not `self`: a cycle would wait for the garbage collector, with the arrays of the run.
-        batches, triggers = self.batches, arguments.boundaries
-        self.plan = plan or Plan(
-            arguments.fuse,
-            state_bytes=nbytes(state),
-            intervals=lambda: [batches.full_steps, longest_interval(triggers)],
-            chip=accelerator_of(state),
-        )
-        # A prediction has a plan of its own, and reads its data once.
-        if self.plan.chip is not None and plan is None:
-            arguments.put_data_on_device(self.plan.chip, state)
+        # A prediction has a plan of its own.
+        self.plan = plan or arguments.new_plan(state, nbytes(state))
         self._chunks = functools.partial(chunks, self.batches, self.plan, arguments.boundaries)
         sharding = arguments.sharding
         put_chunk = None if sharding is None else _placement.chunk_placer(sharding)
@@ -137,9 +111,31 @@ class Loop:
         )
         self.driver.begin(self._with_metrics(state, metrics))
         # Processes that share arrays or checkpoints must stop at the same step.
-        several = jax.process_count() > 1
-        is_shared = several and (saving is not None or _placement.spans_processes(state, sharding))
-        self.stopping = new_stop_agreement() if is_shared else None
+        is_shared = self.saving is not None or _placement.spans_processes(state, sharding)
+        needs_agreement = jax.process_count() > 1 and is_shared
+        self.stopping = new_stop_agreement() if needs_agreement else None
+
+    def _take_over(self, state: PyTree) -> tuple[PyTree, PyTree]:
+        """Returns the state and metrics of the checkpoint, or a state that the run owns, and None.
+
+        The arguments become those of the checkpoint.
+        """
+        if (saving := self.saving) is not None:
+            self._change_arguments(boundaries=(*self.arguments.boundaries, saving.trigger))
+            releases = self.arguments.donate and not self.like_keras
+            like = self._new_metrics and self._new_metrics()
+            self.resumed = saving.resume(state, like, self.arguments, releases=releases)
+        if (resumed := self.resumed) is None:
+            return state if self.like_keras else own_state(state, self.arguments), None
+        self._change_arguments(epochs=resumed.epochs, position=resumed.position)
+        self._epoch_is_over, self._last_values = resumed.nothing_left, resumed.values
+        # The driver owns the arrays that were read: a reference would keep them in memory.
+        self.resumed = dataclasses.replace(resumed, state=(), metrics=None)
+        state, metrics = _tree.copy_if_needed((resumed.state, resumed.metrics))
+        return state, metrics
+
+    def _change_arguments(self, **changes: Any) -> None:
+        self.arguments = dataclasses.replace(self.arguments, **changes)
 
     @property
     def state(self) -> PyTree:

@@ -151,13 +151,8 @@ class Evaluation:
         step, batches = self.step, self.batches
         metrics = _placement.replicate_beside(initial_metrics(step, state)(), state)
         driver = _begin_pass(step, EVALUATION, self.arguments, state, metrics)
-        plan = Plan(
-            self.arguments.fuse,
-            intervals=lambda: [batches.full_steps],
-            chip=accelerator_of(state),
-        )
-        if plan.chip is not None:
-            self.arguments.put_data_on_device(plan.chip, state)
+        # The programs change the metrics only, which are small.
+        plan = self.arguments.new_plan(state, carry_bytes=0)
         for _ in _run_pass(driver, batches, plan):
             pass
         values = to_values(compute_metrics(step, driver.carry))

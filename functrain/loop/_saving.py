@@ -172,8 +172,9 @@ class Saving:
         with signals.discard_on_error():
             self._checkpointer.wait()
         if jax.process_index() == 0:
-            where = self._checkpointer.directory
-            print(f"Saved after {step:,} steps: {where}. The same call resumes.", file=sys.stderr)
+            directory = self._checkpointer.directory
+            line = f"Saved after {step:,} steps: {directory}. The same call resumes."
+            print(line, file=sys.stderr)
         # The signal may have reached another process only, so there may be no handler to call.
         if is_multiprocess():
             raise SystemExit(128 + signal.SIGTERM)

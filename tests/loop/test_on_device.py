@@ -12,7 +12,7 @@ import functrain as ft
 from bridge.keras_private.data import ArrayBatches
 from bridge.train import _runs
 from functrain.data._on_device import OnDevice
-from functrain.loop import _loop, _passes
+from functrain.loop import _arguments, _passes
 from functrain.targets._chips import Chip
 
 from ..conftest import digest
@@ -43,7 +43,7 @@ def accelerator(monkeypatch):
 
     def make(memory_bytes: int) -> list[int]:
         chip = Chip("made up", memory_bytes, 1e12, 1e14, 1e9, "")
-        for module in (_loop, _passes, _runs):
+        for module in (_arguments, _passes, _runs):
             monkeypatch.setattr(module, "accelerator_of", lambda tree: chip)
         monkeypatch.setattr(OnDevice, "take", recording)
         return taken
