@@ -33,20 +33,26 @@ def find_items(path: str) -> dict[str, str]:
     Of the directory of a CheckpointManager, those of the newest step.
     """
     files = files_at(path)
+    # A tree, its items or their steps: the fewest levels at which there is metadata.
     for depth in range(3):
-        found = files.find(path, "/".join(["*"] * depth + [METADATA]))
-        found = [name for name in found if ".orbax-checkpoint-tmp" not in name]
-        steps = {name.split("/")[0]: _step(name.split("/")[0]) for name in found}
-        if depth and found and None not in steps.values():
-            newest = max(steps, key=lambda name: steps[name] or 0)
-            found = [name for name in found if name.split("/")[0] == newest]
-        if found:
-            directories = [os.path.dirname(name) for name in found]
-            is_one = len({*map(os.path.basename, directories)}) == len(directories)
+        names = files.find(path, "/".join(["*"] * depth + [METADATA]))
+        items = [os.path.dirname(name) for name in names if ".orbax-checkpoint-tmp" not in name]
+        if items:
+            items = _of_newest_step(items)
+            is_one = len({*map(os.path.basename, items)}) == len(items)
             advice, error = "Pass the path of one of them.", CheckpointMismatchError
-            require(is_one, path, "one checkpoint", directories, advice, error=error)
-            return {os.path.basename(x): os.path.join(path, x) if x else path for x in directories}
+            require(is_one, path, "one checkpoint", items, advice, error=error)
+            return {os.path.basename(x): os.path.join(path, x) if x else path for x in items}
     return {}
+
+
+def _of_newest_step(items: list[str]) -> list[str]:
+    """Returns the items of the newest step if all are in directories of steps; else all."""
+    steps = {name: _step(name) for name in (item.split("/")[0] for item in items)}
+    if None in steps.values():
+        return items
+    newest = max(steps, key=lambda name: steps[name] or 0)
+    return [item for item in items if item.split("/")[0] == newest]
 
 
 def _step(name: str) -> int | None:
@@ -65,19 +71,19 @@ def open_orbax(items: Mapping[str, str]) -> Iterator[ArrayFile]:
         ):
             if arrays := _open_item(directory):
                 by_item[item] = arrays
-    opened = {
+    arrays_by_path = {
         f"{item}/{path}" if len(by_item) > 1 else path: array
         for item, arrays in by_item.items()
         for path, array in arrays.items()
     }
 
     def read(name: str, index: Index | None = None) -> np.ndarray:
-        array = opened[name].stored
+        array = arrays_by_path[name].stored
         with corrupt_on(*PARSE_ERRORS, expected=f"{name}: expected an intact Orbax checkpoint"):
             part: np.ndarray = (array if index is None else array[index]).read().result()
         return part
 
-    yield ArrayFile({name: array.spec for name, array in opened.items()}, read)
+    yield ArrayFile({name: array.spec for name, array in arrays_by_path.items()}, read)
 
 
 class _Array(NamedTuple):
@@ -139,5 +145,5 @@ def _store(url: str) -> Any:
         return url
     bucket, _, path = unquote(url).removeprefix("s3://").partition("/")
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    place = {"bucket": bucket, "path": path, "endpoint": endpoint, "aws_region": region}
-    return {"driver": "s3"} | place
+    location = {"bucket": bucket, "path": path, "endpoint": endpoint, "aws_region": region}
+    return {"driver": "s3"} | location

@@ -164,22 +164,24 @@ def _read(
     """Reads the selected leaves from an open file, after all checks."""
     leaves = selection.leaves
     sources = selected_sources(selection, file, arrays.specs, rename)
-    taken = {path: sources[path] for path in selection.requested if path in sources}
-    _require_leaves(file, taken, selection, sources, arrays.specs)
-    pieces = make_pieces(file, taken, arrays.specs, leaves, selection.merged_paths, cast)
-    _warn_of_torch(file, taken, leaves)
-    _require_values({path: leaves[path] for path in _without(leaves, taken)})
+    leaf_sources = {path: sources[path] for path in selection.requested if path in sources}
+    _require_leaves(file, leaf_sources, selection, sources, arrays.specs)
+    pieces = make_pieces(file, leaf_sources, arrays.specs, leaves, selection.merged_paths, cast)
+    _warn_of_torch(file, leaf_sources, leaves)
+    _require_values({path: leaves[path] for path in _without(leaves, leaf_sources)})
     # One by one, so that the buffers of the file exist for one leaf at a time.
-    read_leaves = {path: _read_leaf(arrays, pieces[path], path, leaves[path]) for path in taken}
+    read_leaves = {
+        path: _read_leaf(arrays, piece, path, leaves[path]) for path, piece in pieces.items()
+    }
     copies = _copies(selection, read_leaves)
-    names = {path: ", ".join(source.names) for path, source in taken.items()}
+    names = {path: ", ".join(source.names) for path, source in leaf_sources.items()}
     loaded = names | {path: names[selection.copies[path]] for path in copies}
     new_leaves = {**leaves, **read_leaves, **copies}
     return WarmStart(
         state=jax.tree.unflatten(jax.tree.structure(state), new_leaves.values()),
         loaded=loaded,
-        transformed=tuple(path for path, source in taken.items() if source.is_transformed),
-        unused=_without(arrays.specs, [name for x in taken.values() for name in x.names]),
+        transformed=tuple(path for path, source in leaf_sources.items() if source.is_transformed),
+        unused=_without(arrays.specs, [name for x in leaf_sources.values() for name in x.names]),
         missing=_without(selection.requested, sources),
         unchanged=_without(leaves, [*selection.requested, *loaded]),
         source=file,
@@ -188,13 +190,13 @@ def _read(
 
 def _require_leaves(
     file: str,
-    taken: Mapping[str, Source],
+    leaf_sources: Mapping[str, Source],
     selection: Selection,
     sources: Mapping[str, Source],
     specs: Mapping[str, str],
 ) -> None:
     """Raises CheckpointMismatchError if the file has none of the requested leaves."""
-    if not taken:
+    if not leaf_sources:
         got = "only others" if sources else "none that a rule matches"
         raise CheckpointMismatchError(
             f"{file}: expected leaves to take, such as {selection.requested[:1]}, got {got}, such "
@@ -215,10 +217,12 @@ def _copies(selection: Selection, read_leaves: Mapping[str, Any]) -> dict[str, A
     return copies
 
 
-def _warn_of_torch(file: str, taken: Mapping[str, Source], leaves: Mapping[str, Any]) -> None:
+def _warn_of_torch(
+    file: str, leaf_sources: Mapping[str, Source], leaves: Mapping[str, Any]
+) -> None:
     """Warns if square matrices under PyTorch's name become kernels, which are its transposes."""
     # The shape of any other one differs from that of its transpose, which is an error.
-    for path, source in taken.items():
+    for path, source in leaf_sources.items():
         is_square = leaves[path].ndim > 1 and len(set(leaves[path].shape)) == 1
         name = source.names[0]
         is_plain = is_square and source.rule is None

@@ -1,6 +1,7 @@
 """The largest batch whose fit has room on a device."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from functrain.common._repr import format_bytes
 from functrain.common._types import PyTree, Step
 from functrain.engine import _placement
 from functrain.inspect._fit_program import require_batch_shapes
-from functrain.inspect._memory import memory
+from functrain.inspect._memory import Memory, memory
 from functrain.targets._target import Target
 
 
@@ -69,28 +70,47 @@ def largest_batch(
     require(multiple_of % shards == 0, "multiple_of", expected, multiple_of)
     examples = {x.shape[0] for x in jax.tree.leaves(batch)}
     require(len(examples) == 1, "batch", "leaves with one first axis, the examples", batch)
-    largest, too_large = 0, 0  # sizes that fit and do not fit; 0 as long as there is none
     count: int = max(1, examples.pop() // multiple_of)
-    while True:
+
+    def fits(count: int) -> bool | None:
         shapes = _resize(batch, count * multiple_of)
         needed = memory(
             state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
         )
-        if needed.chip is None:
-            raise ValueError(
-                "target: expected the devices, such as functrain.target('tpu:v5e'), got None. How "
-                "much memory a CPU may use is unknown; functrain.target() allows all of it."
-            )
-        if verbose:
-            fits = "fits" if needed.fits else "does not fit"
-            print(
-                f"{count * multiple_of:,} examples: {format_bytes(needed.total)}, {fits}",
-                flush=True,
-            )
-        # No batch fits beside a state that takes all of the memory.
-        if needed.state + needed.original_state > needed.chip.memory_bytes:
+        return _fits(needed, count * multiple_of, verbose)
+
+    return _largest_count(fits, count) * multiple_of
+
+
+def _fits(needed: Memory, examples: int, verbose: bool) -> bool | None:
+    """Returns True if a batch fits into the memory of the device; None if no batch ever does."""
+    if needed.chip is None:
+        raise ValueError(
+            "target: expected the devices, such as functrain.target('tpu:v5e'), got None. How "
+            "much memory a CPU may use is unknown; functrain.target() allows all of it."
+        )
+    if verbose:
+        fits = "fits" if needed.fits else "does not fit"
+        print(f"{examples:,} examples: {format_bytes(needed.total)}, {fits}", flush=True)
+    # No batch fits beside a state that takes all of the memory.
+    if needed.state + needed.original_state > needed.chip.memory_bytes:
+        return None
+    return needed.fits
+
+
+def _largest_count(fits: Callable[[int], bool | None], count: int) -> int:
+    """Returns the largest number for which `fits` is True, within a sixteenth; 0 if there is none.
+
+    Args:
+      fits: Returns None if no number fits.
+      count: The number to begin at.
+    """
+    largest, too_large = 0, 0  # numbers that fit and do not fit; 0 as long as there is none
+    while True:
+        is_fitting = fits(count)
+        if is_fitting is None:
             return 0
-        if needed.fits:
+        if is_fitting:
             largest = count
         else:
             too_large = count
@@ -99,7 +119,7 @@ def largest_batch(
         elif not largest and count > 1:
             count = max(1, count // 4)
         elif too_large - largest <= max(1, largest // 16):
-            return largest * multiple_of
+            return largest
         else:
             count = max(largest + 1, math.isqrt(largest * too_large))
 

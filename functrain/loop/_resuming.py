@@ -91,14 +91,7 @@ def resume(
       epochs: The number of epochs of the run.
       release: Called before arrays are read into memory.
     """
-    directory, refusal = checkpointer.directory, None
-    try:
-        processes.call_on_first(checkpointer._require_writable)
-    except OSError as error:
-        # The result of a finished run can be read where nothing can be written.
-        if is_multiprocess():
-            raise
-        refusal = error
+    directory, refusal = checkpointer.directory, _why_not_writable(checkpointer)
     if not visible_steps(directory):
         if refusal is not None:
             raise refusal
@@ -112,13 +105,7 @@ def resume(
         remaining = _remaining(directory, batches, manifest, epochs)
         if refusal is not None and not remaining.finished:
             raise refusal
-        # Hooks may have chosen another final state, such as the best one. With more epochs, the
-        # run continues from the last state instead.
-        is_final = remaining.finished and "final" in manifest["trees"]
-        trees = {"final" if is_final else "state": state}
-        has_metrics = metrics is not None and "metrics" in manifest["trees"]
-        if has_metrics and not _leaves.differences(manifest, {"metrics": metrics}):
-            trees["metrics"] = metrics
+        trees = _saved_trees(manifest, state, metrics, is_finished=remaining.finished)
         if release is not None:
             _leaves.require_leaves(directory, manifest, trees)
             release()
@@ -136,11 +123,7 @@ def resume(
     )
     # If nothing is left, the data do not begin in this run.
     if not remaining.nothing_left:
-        # If one process finds other data, all must raise: the others would wait for it forever.
-        with processes.raise_in_all():
-            _, epoch, batch = remaining.position
-            changed = batches.restore(remaining.data, epoch, batch)
-            _require_same_data(directory, changed)
+        _restore_data(directory, batches, remaining)
     # Later checkpoints that could not be read are damaged, and the run writes them again.
     step = restored.position.step
     processes.call_on_first(lambda: for_later(set_aside, directory, step))
@@ -154,6 +137,41 @@ def resume(
     for name in parts.keys() & restored.documents.keys():
         parts[name].restore(restored.documents[name])
     return remaining
+
+
+def _why_not_writable(checkpointer: Checkpointer) -> OSError | None:
+    """Returns the error of a directory that cannot be written; None if it can."""
+    try:
+        processes.call_on_first(checkpointer._require_writable)
+    except OSError as error:
+        # The result of a finished run can be read where nothing can be written.
+        if is_multiprocess():
+            raise
+        return error
+    return None
+
+
+def _saved_trees(
+    manifest: dict[str, Any], state: PyTree, metrics: PyTree, is_finished: bool
+) -> dict[str, PyTree]:
+    """Returns the trees to read of a checkpoint, by their names there."""
+    # Hooks may have chosen another final state, such as the best one. With more epochs, the run
+    # continues from the last state instead.
+    is_final = is_finished and "final" in manifest["trees"]
+    trees = {"final" if is_final else "state": state}
+    has_metrics = metrics is not None and "metrics" in manifest["trees"]
+    if has_metrics and not _leaves.differences(manifest, {"metrics": metrics}):
+        trees["metrics"] = metrics
+    return trees
+
+
+def _restore_data(directory: str, batches: Batches, remaining: Resumed) -> None:
+    """Makes the data continue at the position of a checkpoint; raises an error for other data."""
+    # If one process finds other data, all must raise: the others would wait for it forever.
+    with processes.raise_in_all():
+        _, epoch, batch = remaining.position
+        changed = batches.restore(remaining.data, epoch, batch)
+        _require_same_data(directory, changed)
 
 
 def _remaining(directory: str, batches: Batches, manifest: dict[str, Any], epochs: int) -> Resumed:

@@ -83,15 +83,15 @@ def _find_sums(eqn: core.JaxprEqn) -> list[_Sum]:
     sums, operands = list[_Sum](), set[Any]()
     for old, new in zip(carry, body.outvars, strict=False):
         # The addition must be the only reader of the carry, and the output the only reader of it.
-        found = _find_sum(old, new, body) if reads[old] == reads[new] == 1 else None
+        summed = _find_sum(old, new, body) if reads[old] == reads[new] == 1 else None
         # What is the same in all iterations is not stacked over time.
-        if found is None or not consts.keys().isdisjoint(found.root.invars):
+        if summed is None or not consts.keys().isdisjoint(summed.root.invars):
             continue
-        all_operands = operands.union(found.root.invars)
+        all_operands = operands.union(summed.root.invars)
         if eqn.params["length"] * sum(map(nbytes, all_operands)) <= MAX_BYTES:
-            sums.append(found)
+            sums.append(summed)
             operands = all_operands
-    has_product = any(each.root.primitive is primitives.dot_general_p for each in sums)
+    has_product = any(summed.root.primitive is primitives.dot_general_p for summed in sums)
     return sums if has_product else []
 
 
@@ -137,46 +137,47 @@ def summed_after(eqn: core.JaxprEqn, jaxpr: core.Jaxpr) -> Replacement:
 def _scan(eqn: core.JaxprEqn, sums: list[_Sum], *inputs: jax.Array) -> list[jax.Array]:
     consts, carry, xs = split_inputs(inputs, eqn)
     # The compiler removes what only computed the terms.
-    zeros = {each.carry: lax.full_like(carry[each.carry], 0) for each in sums}
-    kept = {var: start for var, start in carry.items() if var not in zeros}
+    zeros = {summed.carry: lax.full_like(carry[summed.carry], 0) for summed in sums}
+    not_summed = {var: start for var, start in carry.items() if var not in zeros}
     # A dict instead of a set keeps the order, so that the program is the same in each process.
     # Those that are inputs of the scan are stacked already.
-    operands = dict.fromkeys(var for each in sums for var in each.root.invars if var not in xs)
+    invars = [var for summed in sums for var in summed.root.invars]
+    operands = dict.fromkeys(var for var in invars if var not in xs)
     body = eqn.params["jaxpr"].jaxpr
     debug_info = body.debug_info._replace(arg_names=None, result_paths=None)
     body = body.replace(outvars=[*body.outvars, *operands], debug_info=debug_info)
     run = core.jaxpr_as_fun(eqn.params["jaxpr"].replace(jaxpr=body))
 
-    def iterate(values: list[jax.Array], x: list[jax.Array]) -> Any:
-        now = {**zeros, **dict(zip(kept, values, strict=True))}
-        outs = run(*consts.values(), *map(now.__getitem__, carry), *x)
+    def iterate(other_values: list[jax.Array], x: list[jax.Array]) -> Any:
+        values = {**zeros, **dict(zip(not_summed, other_values, strict=True))}
+        outs = run(*consts.values(), *map(values.__getitem__, carry), *x)
         new = dict(zip(carry, outs, strict=False))
-        return list(map(new.__getitem__, kept)), outs[len(carry) :]
+        return list(map(new.__getitem__, not_summed)), outs[len(carry) :]
 
     options = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    ends, ys = lax.scan(iterate, list(kept.values()), list(xs.values()), **options)
+    ends, ys = lax.scan(iterate, list(not_summed.values()), list(xs.values()), **options)
     num_ys = len(ys) - len(operands)
     stacked = {**xs, **dict(zip(operands, ys[num_ys:], strict=True))}
-    sums_by_carry = {each.carry: carry[each.carry] + _total(each, stacked) for each in sums}
-    results = {**sums_by_carry, **dict(zip(kept, ends, strict=True))}
+    sums_by_carry = {summed.carry: carry[summed.carry] + _total(summed, stacked) for summed in sums}
+    results = {**sums_by_carry, **dict(zip(not_summed, ends, strict=True))}
     return [*map(results.__getitem__, carry), *ys[:num_ys]]
 
 
-def _total(each: _Sum, stacked: dict[Any, jax.Array]) -> jax.Array:
+def _total(summed: _Sum, stacked: dict[Any, jax.Array]) -> jax.Array:
     """Returns the sum of the terms of all iterations, given the stacked operands of the root."""
-    operands = [stacked[var] for var in each.root.invars]
-    axes, batch = _summed_axes(each.root)
+    operands = [stacked[var] for var in summed.root.invars]
+    axes, batch = _summed_axes(summed.root)
     # After time has become the first axis.
-    shifted = tuple(tuple(axis + 1 for axis in each_axes) for each_axes in (*axes, *batch))
-    over_time = tuple((0, *each_axes) for each_axes in shifted[: len(axes)])
-    if each.root.primitive is primitives.reduce_sum_p:
+    shifted = tuple(tuple(axis + 1 for axis in operand_axes) for operand_axes in (*axes, *batch))
+    over_time = tuple((0, *operand_axes) for operand_axes in shifted[: len(axes)])
+    if summed.root.primitive is primitives.reduce_sum_p:
         changed: dict[str, Any] = {"axes": over_time[0]}
     elif axes == ((0,), (0,)) and batch == ((), ()):
         # `x[t]^T g[t]`: time and batch as one axis. With two axes XLA transposes an operand.
         operands, changed = [lax.collapse(x, 0, 2) for x in operands], {}
     else:
         changed = {"dimension_numbers": (over_time, shifted[len(axes) :])}
-    total: jax.Array = each.root.primitive.bind(*operands, **each.root.params | changed)
-    for move in each.moves:
+    total: jax.Array = summed.root.primitive.bind(*operands, **summed.root.params | changed)
+    for move in summed.moves:
         total = move.primitive.bind(total, **move.params)
     return total
