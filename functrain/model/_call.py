@@ -21,6 +21,32 @@ def switches(module: Any, training: bool) -> dict[str, Any]:
     return {name: training == value for name, value in SWITCHES.items() if name in names}
 
 
+# The functions that take the modules of a package.
+_CONVERTERS = {
+    "flax.linen": "functrain.from_linen",
+    "flax.nnx": "functrain.from_nnx",
+    "equinox": "functrain.from_equinox",
+    "keras": "bridge.from_keras",
+}
+
+
+def require_maker(module: Any, expected: str, own_package: str) -> None:
+    """Raises TypeError unless an object may be a function that makes modules of a package.
+
+    Modules of other packages are callable as well, but do not make any.
+    """
+    classes = () if isinstance(module, type) else type(module).__mro__
+    converters = [
+        converter
+        for package, converter in _CONVERTERS.items()
+        if package != own_package
+        and any(f"{cls.__module__}.".startswith(f"{package}.") for cls in classes)
+    ]
+    if converters or not callable(module):
+        advice = f" Use {converters[0]}." if converters else ""
+        raise TypeError(f"module: expected {expected}, got {type(module).__name__}.{advice}")
+
+
 def require_one_input(module: Any, mode: Collection[str], advice: str = "") -> None:
     """Raises TypeError unless a module can be called as ``module(inputs, **mode)``.
 

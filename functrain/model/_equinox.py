@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from functrain.common import _tree
 from functrain.common._arguments import parameters
-from functrain.common._checks import require, require_instance
+from functrain.common._checks import require_instance
 from functrain.common._library import import_optional
 from functrain.common._types import PyTree
-from functrain.model._call import require_one_input, require_own_state
+from functrain.model._call import require_maker, require_one_input, require_own_state
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def from_equinox(
     eqx = import_optional("equinox", "from_equinox needs Equinox: pip install equinox")
     is_instance = isinstance(module, eqx.Module)
     expected = "an instance of equinox.Module, or a function that makes one of a key"
-    require(is_instance or callable(module), "module", expected, module, error=TypeError)
+    if not is_instance:
+        require_maker(module, expected, "equinox")
     with_state = "module, state = equinox.nn.make_with_state(Net)(key) makes both."
     if state is not None:
         require_instance("state", state, eqx.nn.State, "an equinox.nn.State", with_state)

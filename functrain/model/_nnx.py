@@ -8,9 +8,15 @@ import jax
 import jax.numpy as jnp
 
 from functrain.common import _tree
-from functrain.common._checks import require, require_instance, require_no_problems
+from functrain.common._checks import require_instance, require_no_problems
 from functrain.common._types import PyTree
-from functrain.model._call import require_one_input, require_own_state, restrict_to, switches
+from functrain.model._call import (
+    require_maker,
+    require_one_input,
+    require_own_state,
+    restrict_to,
+    switches,
+)
 from functrain.model._model import Model, ModelOutput
 
 if TYPE_CHECKING:
@@ -66,7 +72,8 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
 
     is_instance = isinstance(module, nnx.Module)
     expected = "an instance of flax.nnx.Module, or a function that makes one of nnx.Rngs"
-    require(is_instance or callable(module), "module", expected, module, error=TypeError)
+    if not is_instance:
+        require_maker(module, expected, "flax.nnx")
 
     def make(key: Any) -> Any:
         instance: Any = module if is_instance else module(nnx.Rngs(key))

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
-from functrain import TrainState, from_nnx, supervised, train_step
+from functrain import TrainState, from_equinox, from_nnx, supervised, train_step
 
 from .test_linen import KEY, X, Y, same
 
@@ -189,3 +189,14 @@ def test_values_of_another_structure_are_refused_by_name(net):
 def test_something_that_makes_no_module_is_refused(function):
     with pytest.raises(TypeError, match=r"an instance of flax\.nnx\.Module, or a function"):
         from_nnx(function).init(KEY, X)
+
+
+def test_a_module_of_another_library_is_sent_to_the_function_that_takes_it():
+    with pytest.raises(
+        TypeError, match=r"^module: expected .*flax\.nnx.*Use functrain\.from_linen"
+    ):
+        from_nnx(linen.Dense(3))
+    with pytest.raises(TypeError, match=r"^module: expected .*equinox.*Use functrain\.from_nnx"):
+        from_equinox(NnxNet(nnx.Rngs(0)))
+    params, _ = from_nnx(nnx.jit(lambda rngs: NnxNet(rngs))).init(KEY, X)  # not a module of nnx
+    chex.assert_shape(params["out"]["kernel"], (4, 2))
