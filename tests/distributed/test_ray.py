@@ -1,4 +1,4 @@
-"""Runs within ray.train's JaxTrainer, on workers that have but CPUs: `make test-ray`."""
+"""Runs within ray.train's JaxTrainer, on workers that have only CPUs: `make test-ray`."""
 
 import importlib.util
 import json
@@ -93,13 +93,13 @@ def train(config: dict[str, Any]) -> None:
         verbose=0,
     )
     part = state.params["w"].addressable_shards[0].data.shape
-    whole = multihost_utils.process_allgather(state.params["w"], tiled=True)
-    found = [jax.process_count(), part[0], history.steps["loss"].tolist(), whole.tobytes().hex()]
-    (folder / f"end-{jax.process_index()}").write_text(json.dumps(found))
+    params = multihost_utils.process_allgather(state.params["w"], tiled=True)
+    result = [jax.process_count(), part[0], history.steps["loss"].tolist(), params.tobytes().hex()]
+    (folder / f"end-{jax.process_index()}").write_text(json.dumps(result))
 
 
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",  # the trainer connects its workers where this is said
+    "JAX_PLATFORMS": "cpu",  # the trainer connects its workers where this is set
     "PYTHONPATH": os.pathsep.join(
         [str(pathlib.Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     ),
@@ -128,7 +128,7 @@ def cluster() -> Iterator[None]:
 
 
 def is_alive(pid: int) -> bool:
-    """Returns True if there is such a process, which is no zombie."""
+    """Returns True if a process exists and is not a zombie."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -171,7 +171,7 @@ class Training:
         return any(self.folder.glob("end-*"))
 
     def ends(self) -> list[Any]:
-        """Returns what each worker found: processes, rows of its part, losses, parameters."""
+        """Returns the result of each worker: processes, rows of its part, losses, parameters."""
         return [json.loads((self.folder / f"end-{rank}").read_text()) for rank in (0, 1)]
 
     def losses(self) -> list[float]:
@@ -183,14 +183,14 @@ class Training:
         """Returns the steps of the checkpoints that Ray names."""
         return [int(metrics["step"]) for _, metrics in self.result.best_checkpoints]
 
-    def left(self) -> list[int]:
+    def survivors(self) -> list[int]:
         """Returns the processes that are still there some seconds after the end."""
         for _ in range(100):
-            left = [pid for rank in (0, 1) for pid in self.pids(rank) if is_alive(pid)]
-            if not left:
+            pids = [pid for rank in (0, 1) for pid in self.pids(rank) if is_alive(pid)]
+            if not pids:
                 break
             time.sleep(0.2)
-        return left
+        return pids
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,7 @@ def test_where_a_worker_has_trouble_ray_starts_all_again_and_no_bit_differs(
     assert [len(training.pids(rank)) for rank in (0, 1)] == [2, 2]
     assert training.ends() == straight.ends()
     assert training.steps() == ALL_STEPS
-    assert training.left() == []
+    assert training.survivors() == []
 
 
 def test_a_stop_in_one_worker_stops_all_and_the_last_checkpoint_is_that_of_the_stop(
@@ -252,20 +252,20 @@ def test_a_stop_in_one_worker_stops_all_and_the_last_checkpoint_is_that_of_the_s
     assert training.losses() == straight.losses()[:stopped_at]
     path = training.result.checkpoint.get_metadata()["path"]
     assert int(pathlib.Path(path).name) == training.result.metrics["step"] == stopped_at
-    assert training.left() == []
+    assert training.survivors() == []
 
 
-def kill_now_and_then(training: Training, chance: random.Random, kills: int) -> int:
+def kill_now_and_then(training: Training, rng: random.Random, kills: int) -> int:
     """Kills a worker at a random moment of each of its lives; returns the number of kills."""
     for life in range(kills):
         while min(len(training.pids(rank)) for rank in (0, 1)) <= life:
             if training.result is not None:
                 return life
             time.sleep(0.05)
-        time.sleep(chance.uniform(0, 6))
+        time.sleep(rng.uniform(0, 6))
         if training.has_ended():
             return life
-        os.kill(training.pids(chance.randrange(2))[life], signal.SIGKILL)
+        os.kill(training.pids(rng.randrange(2))[life], signal.SIGKILL)
     return kills
 
 
@@ -273,11 +273,11 @@ def kill_now_and_then(training: Training, chance: random.Random, kills: int) -> 
 def test_workers_killed_at_random_moments_cost_no_bit_and_no_report(
     kills: int, straight: Training, tmp_path: pathlib.Path
 ) -> None:
-    chance, left, trainings = random.Random(kills), kills, 0
+    rng, left, trainings = random.Random(kills), kills, 0
     while left:
         training, trainings = Training(tmp_path / str(trainings), pause=0.3), trainings + 1
         with futures.ThreadPoolExecutor() as pool:
-            killed = pool.submit(kill_now_and_then, training, chance, min(left, 5))
+            killed = pool.submit(kill_now_and_then, training, rng, min(left, 5))
             training.run(max_failures=-1)
         left -= killed.result()
         assert training.result.error is None
@@ -285,5 +285,5 @@ def test_workers_killed_at_random_moments_cost_no_bit_and_no_report(
         # A kill after the last save may cost the reports that were under way.
         steps = training.steps()
         assert steps == ALL_STEPS[: max(len(steps), EPOCHS - 3)]
-        assert training.left() == []
+        assert training.survivors() == []
     print(f"{kills} kills in {trainings} trainings")

@@ -56,16 +56,16 @@ class Job:
         program = [sys.executable, str(PROGRAM), str(self.directory), str(EPOCHS), *options]
         script = folder / "train.sh"
         script.write_text(script_of_the_page().replace("python train.py", shlex.join(program)))
-        here = f"--nodes=1 --ntasks-per-node=2 --gpus-per-node=0 --time=30 {slurm}".split()
+        resources = f"--nodes=1 --ntasks-per-node=2 --gpus-per-node=0 --time=30 {slurm}".split()
         self.number = subprocess.check_output(
-            ["sbatch", "--parsable", *here, f"--output={self._out}", str(script)],
+            ["sbatch", "--parsable", *resources, f"--output={self._out}", str(script)],
             # Each line begins with the number of its task.
             env={**os.environ, "PYTHONPATH": str(ROOT), "SLURM_LABELIO": "1"},
             text=True,
         ).strip()
 
-    def told(self, name: str) -> str:
-        """Returns what Slurm knows of the job: JobState, Restarts, ExitCode, ..."""
+    def slurm_field(self, name: str) -> str:
+        """Returns a field of the job in Slurm: JobState, Restarts, ExitCode, ..."""
         text = subprocess.check_output(["scontrol", "show", "job", self.number], text=True)
         (value,) = re.findall(rf"\b{name}=(\S+)", text)
         return value
@@ -81,7 +81,7 @@ class Job:
         return [int(step) for step in re.findall(r"^0: step (\d+)$", self.printed(), re.M)]
 
     def begins(self) -> list[int]:
-        """Returns the steps of the checkpoints that the first task went on from."""
+        """Returns the steps of the checkpoints that the first task has resumed from."""
         return [int(step) for step in re.findall(r"^0: begins (\d+) ", self.printed(), re.M)]
 
     def latest(self) -> int:
@@ -89,26 +89,26 @@ class Job:
 
     def processes(self) -> list[pathlib.Path]:
         """Returns the folders in /proc of all processes of the job: srun's, and the tasks."""
-        found = []
+        folders = []
         for path in pathlib.Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if os.fsencode(self.directory) in (path / "cmdline").read_bytes():
-                    found.append(path)
-        return found
+                    folders.append(path)
+        return folders
 
     def tasks(self) -> dict[int, int]:
         """Returns the process of each task that has begun."""
-        found = {}
+        processes = {}
         for path in self.processes():
             with contextlib.suppress(OSError):
                 if (path / "cmdline").read_bytes().startswith(os.fsencode(sys.executable)):
-                    known = re.search(rb"\0SLURM_PROCID=(\d+)", (path / "environ").read_bytes())
-                    found[int(known[1])] = int(path.name)
-        return found
+                    rank = re.search(rb"\0SLURM_PROCID=(\d+)", (path / "environ").read_bytes())
+                    processes[int(rank[1])] = int(path.name)
+        return processes
 
-    def wait_until(self, what: Callable[[], object], seconds: float = 300) -> None:
+    def wait_until(self, condition: Callable[[], object], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
-        while not what():
+        while not condition():
             assert time.monotonic() < deadline, self.printed()[-5000:]
             time.sleep(0.1)
 
@@ -119,13 +119,13 @@ class Job:
         self.wait_until(lambda: self.is_over() or len(self.steps()) > before + 4)
 
     def is_over(self) -> bool:
-        return self.told("JobState") not in ("PENDING", "RUNNING", "COMPLETING")
+        return self.slurm_field("JobState") not in ("PENDING", "RUNNING", "COMPLETING")
 
     def wait(self) -> str:
         """Waits until the job is over and none of its processes is left; returns its state."""
         self.wait_until(self.is_over)
         self.wait_until(lambda: not self.processes(), seconds=30)
-        return self.told("JobState")
+        return self.slurm_field("JobState")
 
     def ends(self) -> list[str]:
         """Waits until the job is over; returns the results that its tasks have printed."""
@@ -169,7 +169,7 @@ def test_two_tasks_find_each_other_and_have_the_bits_of_a_run_without_slurm(
 def test_before_its_time_limit_a_job_is_saved_and_queued_again(submit, straight) -> None:
     job = submit("--pause=1", slurm="--time=1 --signal=B:USR1@10")
     assert set(job.ends()) == {straight}  # printed again, if a signal comes after the last step
-    assert int(job.told("Restarts")) >= 1
+    assert int(job.slurm_field("Restarts")) >= 1
     assert len(set(job.steps())) == len(job.steps())  # no step was taken twice
     assert "exit code 143" in job.printed()
 
@@ -250,7 +250,7 @@ def test_a_cancelled_job_is_saved_and_not_queued_again(submit, straight) -> None
     subprocess.check_call(["scancel", job.number])
     assert job.wait() == "CANCELLED"
     assert job.latest() == job.steps()[-1]
-    assert job.told("Restarts") == "0"
+    assert job.slurm_field("Restarts") == "0"
     assert submit().ends() == [straight, straight]  # in the same folder
 
 
@@ -259,7 +259,7 @@ def test_a_job_that_is_requeued_from_outside_is_saved_and_goes_on(submit, straig
     job.wait_for_steps()
     subprocess.check_call(["scontrol", "requeue", job.number])
     assert job.ends() == [straight, straight]
-    assert job.told("Restarts") == "1"
+    assert job.slurm_field("Restarts") == "1"
     assert len(set(job.steps())) == len(job.steps())  # no step was taken twice
 
 
@@ -270,4 +270,4 @@ def test_a_job_that_always_fails_is_started_a_few_times_and_not_queued_again(
     job = submit(option)
     assert job.wait() == "FAILED"
     assert len(re.findall(r"srun: .*Terminating StepId", job.printed())) == LIVES
-    assert job.told("Restarts") == "0"
+    assert job.slurm_field("Restarts") == "0"

@@ -33,8 +33,8 @@ MEDIA = "media"  # the value of a picture or a text
 
 
 def in_tensorboard(folder: pathlib.Path) -> Points:
-    found = test_loggers.scalars(folder / "events")
-    points = [(name, step, x) for name, points in found.items() for step, x in points]
+    scalars = test_loggers.scalars(folder / "events")
+    points = [(name, step, x) for name, values in scalars.items() for step, x in values]
     samples = test_loggers.events(folder / "events")
     points += [("weights", x.step, MEDIA) for x in samples.Images("weights")]
     return points + [("words", x.step, MEDIA) for x in samples.Tensors("words/text_summary")]
@@ -141,16 +141,16 @@ def kill_one(name: str, folder: pathlib.Path, saves: int, seconds: float) -> Non
 def test_a_tracker_holds_what_the_history_holds_after_kills(name, tmp_path) -> None:
     pytest.importorskip(MODULES[name])
     (tmp_path / "checkpoints").mkdir()
-    chance = random.Random(name)
+    rng = random.Random(name)
     for _ in range(3):
-        kill_one(name, tmp_path, chance.randint(1, 3), chance.uniform(0, 0.1))
+        kill_one(name, tmp_path, rng.randint(1, 3), rng.uniform(0, 0.1))
     assert begin(name, tmp_path).wait(120) == 0
     expected = points_of(tracked.run())
     names = {name for name, _, _ in expected}
-    found = [point for point in READERS[name](tmp_path) if point[0] in names]
+    points = [point for point in READERS[name](tmp_path) if point[0] in names]
     if name == "TensorBoard":  # which has float32
         expected = [(k, n, x if x == MEDIA else float(np.float32(x))) for k, n, x in expected]
-    assert collections.Counter(found) == collections.Counter(expected)
+    assert collections.Counter(points) == collections.Counter(expected)
 
 
 class Memory(ft.hooks.Tracker):
@@ -186,18 +186,18 @@ class Pausing(Memory):
 @pytest.mark.parametrize("kind", [Memory, Pausing])
 def test_a_tracker_of_three_methods_has_each_value_once_after_several_lives(kind, tmp_path) -> None:
     runs: dict[str, Points] = {}
-    made = []
+    loggers = []
 
     def make() -> list[Any]:
-        made.append(kind(runs, every=1))
-        return [*tracked.sources(), made[-1]]
+        loggers.append(kind(runs, every=1))
+        return [*tracked.sources(), loggers[-1]]
 
     lives(make, tmp_path, [17, 37], fuse=2)
     expected = points_of(tracked.run())
-    [(_, found)] = runs.items()
-    assert collections.Counter(found) == collections.Counter(expected)
-    assert [log.calls[0] for log in made] == ["start None", "start run 0", "start run 0"]
-    assert made[-1].calls[-1] == "finish"
+    [(_, points)] = runs.items()
+    assert collections.Counter(points) == collections.Counter(expected)
+    assert [log.calls[0] for log in loggers] == ["start None", "start run 0", "start run 0"]
+    assert loggers[-1].calls[-1] == "finish"
 
 
 def test_a_second_fit_with_the_same_tracker_is_a_run_of_its_own() -> None:
@@ -221,12 +221,12 @@ def test_a_tracker_that_cannot_start_ends_the_run_before_its_first_step() -> Non
     assert steps == []
 
 
-def test_a_tracker_that_goes_down_is_told_once_and_training_goes_on() -> None:
+def test_a_tracker_that_goes_down_causes_one_warning_and_training_continues() -> None:
     class Flaky(Memory):
         def log(self, step: int, values: Any, samples: Any) -> None:
             raise ConnectionError("no answer")
 
-    with pytest.warns(UserWarning, match=r"Flaky\(\) could not write: .*no answer") as told:
+    with pytest.warns(UserWarning, match=r"Flaky\(\) could not write: .*no answer") as caught:
         _, history = fit(Flaky({}, every=1))
-    assert len(told) == 1
+    assert len(caught) == 1
     assert len(history.steps["loss"]) == 60
