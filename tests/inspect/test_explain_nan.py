@@ -25,10 +25,10 @@ def of_loss(value: Any) -> tuple[Any, ft.TrainState]:
 
 def explained(value: Any, batch: Any) -> Any:
     step, state = of_loss(value)
-    found = ft.inspect.explain_nan(state, step, batch)
+    origin = ft.inspect.explain_nan(state, step, batch)
     is_bad = any(bool(jnp.any(~jnp.isfinite(x))) for x in jax.tree.leaves(step(state, batch)))
-    assert found is None or found.reaches_output == is_bad
-    return found
+    assert origin is None or origin.reaches_output == is_bad
+    return origin
 
 
 def line_of(function: Any, offset: int = 1) -> str:
@@ -43,10 +43,10 @@ def test_the_first_operation_is_named_with_its_line_and_the_range_of_its_inputs(
     def value(p: Any, x: Any) -> Any:
         return jnp.sum(jnp.exp(jnp.log(x - 1.0) * p))
 
-    found = explained(value, jnp.array([2.0, 0.5, 3.0]))
-    assert (found.operation, found.bad_values) == ("log", "NaN in 1 of 3")
-    assert line_of(value) in found.location
-    assert found.inputs == ("float32[3]: -0.5 to 2",)
+    origin = explained(value, jnp.array([2.0, 0.5, 3.0]))
+    assert (origin.operation, origin.bad_values) == ("log", "NaN in 1 of 3")
+    assert line_of(value) in origin.location
+    assert origin.inputs == ("float32[3]: -0.5 to 2",)
 
 
 def test_an_infinity_that_became_nan_is_followed_to_where_it_was_made() -> None:
@@ -54,10 +54,10 @@ def test_an_infinity_that_became_nan_is_followed_to_where_it_was_made() -> None:
         large = jnp.exp(x * p)
         return jnp.sum(large - large)
 
-    found = explained(value, jnp.array([1.0, 100.0, 2.0]))
-    assert (found.operation, found.cause.operation) == ("sub", "exp")
-    assert found.cause.bad_values == "inf in 1 of 3"
-    assert "The infinity came from\nexp: inf in 1 of 3 values" in str(found)
+    origin = explained(value, jnp.array([1.0, 100.0, 2.0]))
+    assert (origin.operation, origin.cause.operation) == ("sub", "exp")
+    assert origin.cause.bad_values == "inf in 1 of 3"
+    assert "The infinity came from\nexp: inf in 1 of 3 values" in str(origin)
 
 
 def test_a_mask_of_infinities_is_passed_by_until_it_does_harm() -> None:
@@ -65,18 +65,18 @@ def test_a_mask_of_infinities_is_passed_by_until_it_does_harm() -> None:
         return jnp.sum(jax.nn.softmax(jnp.where(x > 0, x * p, -jnp.inf))[:, 0])
 
     assert explained(value, jnp.array([[1.0, 2, 0], [3, 0, 0]])) is None
-    found = explained(value, jnp.array([[1.0, 2, 0], [0, 0, 0]]))  # nothing is left of a row
-    assert (found.operation, found.bad_values) == ("sub", "NaN in 3 of 6")
+    origin = explained(value, jnp.array([[1.0, 2, 0], [0, 0, 0]]))  # nothing is left of a row
+    assert (origin.operation, origin.bad_values) == ("sub", "NaN in 3 of 6")
 
 
 def test_what_only_the_gradient_suffers_from_is_found_there() -> None:
     def value(p: Any, x: Any) -> Any:
         return jnp.sqrt(jnp.sum((p - x) ** 2))
 
-    found = explained(value, jnp.ones(3))
-    assert (found.operation, found.cause.operation) == ("mul", "div")
-    assert "transpose" in found.location
-    assert line_of(value) in found.cause.location
+    origin = explained(value, jnp.ones(3))
+    assert (origin.operation, origin.cause.operation) == ("mul", "div")
+    assert "transpose" in origin.location
+    assert line_of(value) in origin.cause.location
 
 
 def test_loops_are_entered_to_the_round() -> None:
@@ -92,8 +92,8 @@ def test_loops_are_entered_to_the_round() -> None:
         )
 
     assert explained(scanned, jnp.ones(60)).within == ("scan, iteration 38",)
-    found = explained(walked, jnp.ones(1))
-    assert (found.operation, found.within) == ("log", ("while, iteration 3",))
+    origin = explained(walked, jnp.ones(1))
+    assert (origin.operation, origin.within) == ("log", ("while, iteration 3",))
 
 
 def test_of_a_loop_the_round_of_the_nan_is_named_not_an_earlier_one_of_an_infinity() -> None:
@@ -103,10 +103,10 @@ def test_of_a_loop_the_round_of_the_nan_is_named_not_an_earlier_one_of_an_infini
     def step(state: Any, batch: Any) -> Any:
         return jax.lax.scan(body, state, batch)[0], {}
 
-    found = ft.inspect.explain_nan(jnp.zeros(()), step, jnp.array([0.0, 1.0, -1.0]))
-    assert found is not None
-    assert (found.operation, found.bad_values) == ("log", "NaN in 1 of 1")
-    assert found.within == ("scan, iteration 2",)
+    origin = ft.inspect.explain_nan(jnp.zeros(()), step, jnp.array([0.0, 1.0, -1.0]))
+    assert origin is not None
+    assert (origin.operation, origin.bad_values) == ("log", "NaN in 1 of 1")
+    assert origin.within == ("scan, iteration 2",)
 
 
 def test_an_infinity_is_followed_from_one_round_of_a_loop_to_the_next() -> None:
@@ -123,11 +123,11 @@ def test_an_infinity_is_followed_from_one_round_of_a_loop_to_the_next() -> None:
         return jax.lax.while_loop(lambda c: c[0] < batch.size, body, (0, state))[1], {}
 
     for step, loop in ((scanned, "scan"), (walked, "while")):
-        found = ft.inspect.explain_nan((1.0, 0.0), step, jnp.full(6, 1e20))
-        assert found is not None
-        assert found.cause is not None
-        assert (found.operation, found.within) == ("sub", (f"{loop}, iteration 2",))
-        assert (found.cause.operation, found.cause.within) == ("mul", (f"{loop}, iteration 1",))
+        origin = ft.inspect.explain_nan((1.0, 0.0), step, jnp.full(6, 1e20))
+        assert origin is not None
+        assert origin.cause is not None
+        assert (origin.operation, origin.within) == ("sub", (f"{loop}, iteration 2",))
+        assert (origin.cause.operation, origin.cause.within) == ("mul", (f"{loop}, iteration 1",))
 
 
 def test_nan_of_an_output_that_nothing_uses_is_not_the_cause_of_an_infinity() -> None:
@@ -135,12 +135,12 @@ def test_nan_of_an_output_that_nothing_uses_is_not_the_cause_of_an_infinity() ->
         w, _ = jax.lax.scan(lambda c, x: (c * 1e30, jnp.log(x)), state, batch)
         return w - w, {}
 
-    found = ft.inspect.explain_nan(jnp.ones(2), step, jnp.array([1.0, 1.0, -1.0]))
-    assert found is not None
-    assert found.cause is not None
-    assert (found.operation, found.cause.operation) == ("sub", "mul")
-    assert found.cause.bad_values == "inf in 2 of 2"
-    assert found.cause.within == ("scan, iteration 1",)
+    origin = ft.inspect.explain_nan(jnp.ones(2), step, jnp.array([1.0, 1.0, -1.0]))
+    assert origin is not None
+    assert origin.cause is not None
+    assert (origin.operation, origin.cause.operation) == ("sub", "mul")
+    assert origin.cause.bad_values == "inf in 2 of 2"
+    assert origin.cause.within == ("scan, iteration 1",)
 
 
 def test_of_a_bodys_infinities_the_one_that_led_to_nan_is_the_cause() -> None:
@@ -152,27 +152,27 @@ def test_of_a_bodys_infinities_the_one_that_led_to_nan_is_the_cause() -> None:
         mask, large = two(x)
         return jnp.sum(jnp.where(mask > 0, p, 0.0) * (large - large))
 
-    found = explained(value, jnp.array([1.0, 100.0, 2.0]))
-    assert (found.operation, found.cause.operation) == ("sub", "exp")
+    origin = explained(value, jnp.array([1.0, 100.0, 2.0]))
+    assert (origin.operation, origin.cause.operation) == ("sub", "exp")
 
 
 def test_of_a_cond_the_branch_is_named() -> None:
     def value(p: Any, x: Any) -> Any:
         return jnp.sum(jax.lax.cond(x[0] > 0, lambda p: p / 0.0, lambda p: p, p))
 
-    found = explained(value, jnp.ones(3))
-    assert (found.operation, found.within) == ("div", ("cond, branch 1",))
+    origin = explained(value, jnp.ones(3))
+    assert (origin.operation, origin.within) == ("div", ("cond, branch 1",))
     assert explained(value, -jnp.ones(3)) is None
 
 
 def test_what_came_in_is_named_by_its_path() -> None:
     step, state = of_loss(lambda p, x: jnp.sum(p * x["image"]))
-    found = ft.inspect.explain_nan(state, step, {"image": jnp.array([1.0, np.nan])})
-    assert (found.operation, found.location) == ("input", "batch/image")
-    assert "Go back" not in str(found)
+    origin = ft.inspect.explain_nan(state, step, {"image": jnp.array([1.0, np.nan])})
+    assert (origin.operation, origin.location) == ("input", "batch/image")
+    assert "Go back" not in str(origin)
     state = state.replace(params=state.params.at[1].set(-jnp.inf))
-    found = ft.inspect.explain_nan(state, step, {"image": jnp.ones(3)})
-    assert (found.bad_values, found.location) == ("-inf in 1 of 3", "state/params")
+    origin = ft.inspect.explain_nan(state, step, {"image": jnp.ones(3)})
+    assert (origin.bad_values, origin.location) == ("-inf in 1 of 3", "state/params")
 
 
 def test_an_infinity_that_is_meant_to_be_in_the_state_is_not_blamed_for_nan() -> None:
@@ -181,9 +181,9 @@ def test_an_infinity_that_is_meant_to_be_in_the_state_is_not_blamed_for_nan() ->
         return jnp.minimum(state, loss), {"loss": loss}
 
     mask = jnp.array([0.0, -jnp.inf])
-    found = ft.inspect.explain_nan(jnp.inf, step, {"x": jnp.array([-1.0]), "mask": mask})
-    assert found is not None
-    assert (found.operation, found.bad_values) == ("log", "NaN in 1 of 1")
+    origin = ft.inspect.explain_nan(jnp.inf, step, {"x": jnp.array([-1.0]), "mask": mask})
+    assert origin is not None
+    assert (origin.operation, origin.bad_values) == ("log", "NaN in 1 of 1")
 
 
 def in_loop(x: Any) -> Any:
@@ -208,11 +208,11 @@ def test_an_infinite_input_is_the_cause_of_the_nan_that_it_led_to(value: Any) ->
 
     state = {"best_loss": jnp.inf, "w": jnp.ones(2)}
     batch = {"mask": jnp.array([0.0, -jnp.inf]), "x": jnp.array([1.0, jnp.inf])}
-    found = ft.inspect.explain_nan(state, step, batch)
-    assert found is not None
-    assert found.operation in ("mul", "sub")
-    assert found.cause == ft.inspect.NotFinite("input", "inf in 1 of 2", "batch/x")
-    assert "The infinity came from\ninput: inf in 1 of 2 values" in str(found)
+    origin = ft.inspect.explain_nan(state, step, batch)
+    assert origin is not None
+    assert origin.operation in ("mul", "sub")
+    assert origin.cause == ft.inspect.NotFinite("input", "inf in 1 of 2", "batch/x")
+    assert "The infinity came from\ninput: inf in 1 of 2 values" in str(origin)
 
 
 def test_an_infinity_that_is_meant_is_not_blamed_for_the_nan_of_an_operations_infinity() -> None:
@@ -225,11 +225,11 @@ def test_an_infinity_that_is_meant_is_not_blamed_for_the_nan_of_an_operations_in
         return {"best_loss": best_loss, "w": w - w}, {}
 
     state = {"best_loss": jnp.array(jnp.inf), "w": jnp.ones(2)}
-    found = ft.inspect.explain_nan(state, step, 0)
-    assert found is not None
-    assert found.cause is not None
-    assert (found.operation, found.cause.operation) == ("sub", "mul")
-    assert found.cause.within == ("scan, iteration 1",)
+    origin = ft.inspect.explain_nan(state, step, 0)
+    assert origin is not None
+    assert origin.cause is not None
+    assert (origin.operation, origin.cause.operation) == ("sub", "mul")
+    assert origin.cause.within == ("scan, iteration 1",)
 
 
 @pytest.mark.parametrize("wrap", [lambda s: s, lambda s: {"g": s}, lambda s: (1.0, s)])
@@ -245,23 +245,23 @@ def test_nan_in_the_state_sends_one_step_back_where_it_is_found(wrap) -> None:
     def is_state(x):
         return isinstance(x, ft.TrainState)
 
-    found = ft.inspect.explain_nan(wrap(after), wrapped, jnp.ones(2))
-    assert found.operation == "input"
-    assert "Go back one step" in str(found)
-    found = ft.inspect.explain_nan(wrap(start), wrapped, jnp.ones(2))
-    assert found.operation != "input"
-    assert "Go back" not in str(found)
+    origin = ft.inspect.explain_nan(wrap(after), wrapped, jnp.ones(2))
+    assert origin.operation == "input"
+    assert "Go back one step" in str(origin)
+    origin = ft.inspect.explain_nan(wrap(start), wrapped, jnp.ones(2))
+    assert origin.operation != "input"
+    assert "Go back" not in str(origin)
 
 
 def test_an_infinity_beside_the_value_that_made_nan_is_not_its_cause() -> None:
-    found = explained(lambda p, x: jnp.sum(p * jnp.log(x)), jnp.array([-1.0, jnp.inf, 1.0]))
-    assert (found.operation, found.bad_values, found.cause) == ("log", "NaN in 1 of 3", None)
+    origin = explained(lambda p, x: jnp.sum(p * jnp.log(x)), jnp.array([-1.0, jnp.inf, 1.0]))
+    assert (origin.operation, origin.bad_values, origin.cause) == ("log", "NaN in 1 of 3", None)
 
 
 def test_a_number_that_is_nan_is_named_by_its_path() -> None:
     state = {"w": 1.0, "rng": jax.random.key(0)}
-    found = ft.inspect.explain_nan(state, lambda s, b: (s, {}), {"weight": np.nan})
-    assert found == ft.inspect.NotFinite("input", "NaN in 1 of 1", "batch/weight")
+    origin = ft.inspect.explain_nan(state, lambda s, b: (s, {}), {"weight": np.nan})
+    assert origin == ft.inspect.NotFinite("input", "NaN in 1 of 1", "batch/weight")
 
 
 @pytest.mark.parametrize(("label", "index"), [(4, 4), (-5, -1)])
@@ -271,17 +271,17 @@ def test_a_label_outside_of_the_classes_is_named_with_its_leaf(label: int, index
     step = ft.train_step(ft.supervised(model, optax.softmax_cross_entropy_with_integer_labels), TX)
     state = ft.TrainState.create(params=params, model_state=model_state, tx=TX)
     labels = np.array([0, 1, label, 3, 2, 1], np.int32)
-    found = ft.inspect.explain_nan(state, step, (np.ones((6, 3), np.float32), labels))
-    assert (found.operation, found.bad_values) == ("gather", "NaN in 1 of 6")
+    origin = ft.inspect.explain_nan(state, step, (np.ones((6, 3), np.float32), labels))
+    assert (origin.operation, origin.bad_values) == ("gather", "NaN in 1 of 6")
     leaf = f"batch/1, int32[6]: {labels.min()} to {labels.max()}"
-    assert found.out_of_range == (4, (index,), leaf)
-    assert f"Indices outside of [0, 4) return NaN: {index}. They come from {leaf}." in str(found)
+    assert origin.out_of_range == (4, (index,), leaf)
+    assert f"Indices outside of [0, 4) return NaN: {index}. They come from {leaf}." in str(origin)
 
 
 def test_a_gather_within_its_bounds_is_not_blamed() -> None:
-    found = explained(lambda p, x: jnp.sum(jnp.log(jnp.take(p - 1.0, x) - 1.0)), jnp.arange(3))
-    assert found.operation == "log"
-    assert found.out_of_range is None
+    origin = explained(lambda p, x: jnp.sum(jnp.log(jnp.take(p - 1.0, x) - 1.0)), jnp.arange(3))
+    assert origin.operation == "log"
+    assert origin.out_of_range is None
 
 
 def test_what_does_not_reach_the_result_is_said_to() -> None:
@@ -289,9 +289,9 @@ def test_what_does_not_reach_the_result_is_said_to() -> None:
         bad = jnp.sum(jax.lax.stop_gradient(p)) / x[0] * x[0]  # inf * 0
         return jnp.sum(p) + 0.0 * jnp.where(jnp.isfinite(bad), bad, 0.0)
 
-    found = explained(value, jnp.zeros(1))
-    assert (found.operation, found.reaches_output) == ("mul", False)
-    assert "do not depend on these values" in str(found)
+    origin = explained(value, jnp.zeros(1))
+    assert (origin.operation, origin.reaches_output) == ("mul", False)
+    assert "do not depend on these values" in str(origin)
 
 
 def test_a_loss_is_no_step() -> None:
@@ -318,20 +318,20 @@ X, Y = jnp.ones((2, 4)), jnp.zeros((2, 4))
 def test_layers_of_keras_are_named_with_the_line_that_was_written() -> None:
     model = keras_model(Log(name="spoils"))
     step = ft.train_step(ft.supervised(bridge.from_keras(model), optax.squared_error), TX)
-    found = ft.inspect.explain_nan(bridge.create_state(model, TX), step, (X, Y))
-    assert found is not None
-    assert found.operation == "log"
-    assert "/spoils" in found.location
-    assert f"{line_of(Log.call)}" in found.location
+    origin = ft.inspect.explain_nan(bridge.create_state(model, TX), step, (X, Y))
+    assert origin is not None
+    assert origin.operation == "log"
+    assert "/spoils" in origin.location
+    assert f"{line_of(Log.call)}" in origin.location
 
     model.compile("sgd", "mse")
     batch = np.asarray(X), np.asarray(Y)
-    found = ft.inspect.explain_nan(
+    origin = ft.inspect.explain_nan(
         bridge.keras_state(model, batch), bridge.train_step(model), batch
     )
-    assert found is not None
-    assert "spoils" in found.location
-    assert f"{line_of(Log.call)}" in found.location
+    assert origin is not None
+    assert "spoils" in origin.location
+    assert f"{line_of(Log.call)}" in origin.location
 
 
 def test_constants_of_a_body_and_what_was_replaced_are_not_blamed() -> None:
@@ -343,5 +343,5 @@ def test_constants_of_a_body_and_what_was_replaced_are_not_blamed() -> None:
         _, z = jax.lax.while_loop(lambda c: c[0] < 2, masked, (0, jax.lax.stop_gradient(p) + y))
         return jnp.sum(z - z)
 
-    found = explained(lambda p, x: value(p * 0.0, x), jnp.array([-4.0, 4.0, -4.0]))
-    assert (found.operation, found.bad_values, found.cause) == ("sub", "NaN in 2 of 3", None)
+    origin = explained(lambda p, x: value(p * 0.0, x), jnp.array([-4.0, 4.0, -4.0]))
+    assert (origin.operation, origin.bad_values, origin.cause) == ("sub", "NaN in 2 of 3", None)

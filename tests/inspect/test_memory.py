@@ -42,13 +42,13 @@ def nbytes(tree: Any) -> int:
 
 def test_leaves_and_parts_are_those_of_the_state() -> None:
     state = create().replace(rng=None)
-    found = ft.inspect.memory(state, STEP, BATCH)
-    assert found.state == sum(found.parts.values()) == nbytes(state)
+    report = ft.inspect.memory(state, STEP, BATCH)
+    assert report.state == sum(report.parts.values()) == nbytes(state)
     for name in ("params", "opt_state", "model_state"):
-        assert found.parts[name] == nbytes(getattr(state, name))
-    assert found.parts["step"] == 4
-    assert found.leaves["params/first"] == 4 * 32 * 128
-    assert list(found.leaves.values()) == sorted(found.leaves.values(), reverse=True)
+        assert report.parts[name] == nbytes(getattr(state, name))
+    assert report.parts["step"] == 4
+    assert report.leaves["params/first"] == 4 * 32 * 128
+    assert list(report.leaves.values()) == sorted(report.leaves.values(), reverse=True)
 
 
 def test_shapes_will_do_and_nothing_of_their_size_is_allocated() -> None:
@@ -60,8 +60,8 @@ def test_shapes_will_do_and_nothing_of_their_size_is_allocated() -> None:
     def huge(state: Any, batch: Any) -> Any:
         return state + batch.sum(), {}
 
-    found = ft.inspect.memory(jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32), huge, X)
-    assert (found.state, found.original_state) == (2**42, 2**42)
+    report = ft.inspect.memory(jax.ShapeDtypeStruct((2**20, 2**20), jnp.float32), huge, X)
+    assert (report.state, report.original_state) == (2**42, 2**42)
 
 
 @pytest.mark.parametrize("size", [16, 64])
@@ -74,16 +74,16 @@ def test_temporaries_are_those_of_a_scan_by_hand(size: int) -> None:
 
     compiled = jax.jit(by_hand, donate_argnums=0).lower(state, chunk).compile()
     expected = compiled.memory_analysis().temp_size_in_bytes
-    found = ft.inspect.memory(state, STEP, (chunk[0][0], chunk[1][0]), fuse=k, rewrites="off")
+    report = ft.inspect.memory(state, STEP, (chunk[0][0], chunk[1][0]), fuse=k, rewrites="off")
     assert expected > 2 * 4 * size * 128  # what two layers leave for the way back
-    assert found.temporaries == pytest.approx(expected, rel=0.01)
+    assert report.temporaries == pytest.approx(expected, rel=0.01)
 
 
 def test_chunks_and_logs_are_those_of_k_steps_in_three_programs() -> None:
-    found = ft.inspect.memory(create(), STEP, BATCH, fuse=7)
-    assert found.k == 7
-    assert found.chunks == 3 * 7 * nbytes(BATCH)
-    assert found.logs == 3 * 7 * 4  # a loss
+    report = ft.inspect.memory(create(), STEP, BATCH, fuse=7)
+    assert report.k == 7
+    assert report.chunks == 3 * 7 * nbytes(BATCH)
+    assert report.logs == 3 * 7 * 4  # a loss
 
 
 def test_k_is_that_of_a_fit() -> None:
@@ -92,20 +92,23 @@ def test_k_is_that_of_a_fit() -> None:
 
 
 def test_copies_of_the_state_are_those_that_a_fit_makes() -> None:
-    found = ft.inspect.memory(create(), STEP, BATCH)
-    assert found.original_state == found.state
-    assert found.total == 2 * found.state + found.chunks + found.logs + found.temporaries
+    report = ft.inspect.memory(create(), STEP, BATCH)
+    assert report.original_state == report.state
+    assert report.total == 2 * report.state + report.chunks + report.logs + report.temporaries
     assert ft.inspect.memory(create(), STEP, BATCH, donate=True).original_state == 0
     saved = ft.inspect.memory(create(), STEP, BATCH, checkpointer=ft.Checkpointer("run"))
-    assert (found.checkpoint_copy, saved.checkpoint_copy) == (0, found.state)
-    assert saved.total == found.total + found.state
+    assert (report.checkpoint_copy, saved.checkpoint_copy) == (0, report.state)
+    assert saved.total == report.total + report.state
 
 
 def test_metrics_are_beside_the_state() -> None:
     step: Any = ft.train_step(loss_fn, TX, metrics={"accuracy": ft.metrics.accuracy()})
-    found, bare = ft.inspect.memory(create(), step, BATCH), ft.inspect.memory(create(), STEP, BATCH)
-    assert found.state == bare.state + nbytes(step.start(()).metrics)
-    assert ft.inspect.memory(step.start(create()), step, BATCH).leaves == found.leaves
+    report, bare = (
+        ft.inspect.memory(create(), step, BATCH),
+        ft.inspect.memory(create(), STEP, BATCH),
+    )
+    assert report.state == bare.state + nbytes(step.start(()).metrics)
+    assert ft.inspect.memory(step.start(create()), step, BATCH).leaves == report.leaves
 
 
 def test_of_divided_leaves_and_batches_it_is_what_lies_on_each_device() -> None:
@@ -118,23 +121,23 @@ def test_of_divided_leaves_and_batches_it_is_what_lies_on_each_device() -> None:
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), placed
     )
-    found = ft.inspect.memory(shapes, STEP, BATCH, fuse=4, sharding=where)
+    report = ft.inspect.memory(shapes, STEP, BATCH, fuse=4, sharding=where)
     on_first = [x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(placed)]
-    assert found.state == sum(on_first) < 0.6 * nbytes(state)
-    assert found.chunks == 3 * 4 * nbytes(BATCH) // 2
-    assert found == ft.inspect.memory(placed, STEP, BATCH, fuse=4, sharding=where)
+    assert report.state == sum(on_first) < 0.6 * nbytes(state)
+    assert report.chunks == 3 * 4 * nbytes(BATCH) // 2
+    assert report == ft.inspect.memory(placed, STEP, BATCH, fuse=4, sharding=where)
     with pytest.raises(ValueError, match="evenly divi"):
         ft.inspect.memory(shapes, STEP, (X[:15], Y[:15]), sharding=where)
 
 
 def test_the_table_has_a_row_for_each_part_and_large_leaf_and_is_at_most_80_columns_wide() -> None:
-    found = ft.inspect.memory(create(), STEP, BATCH, fuse=4)
-    cells = [line.strip("|").split("|") for line in str(found).splitlines() if "|" in line]
+    report = ft.inspect.memory(create(), STEP, BATCH, fuse=4)
+    cells = [line.strip("|").split("|") for line in str(report).splitlines() if "|" in line]
     table = {name.strip(): size.strip() for name, size in cells}
     assert table["params/first"] == "16.0 KiB"
-    assert table["3 chunks of 4 batches"] == f"{found.chunks / 1024:.1f} KiB"
-    assert table["total"] == f"{found.total / 1024:.1f} KiB"
-    assert "\n" not in repr(found)
+    assert table["3 chunks of 4 batches"] == f"{report.chunks / 1024:.1f} KiB"
+    assert table["total"] == f"{report.total / 1024:.1f} KiB"
+    assert "\n" not in repr(report)
     leaves = {f"optimizer/adam/{'self_attention_layer_' * 5}{i}_velocity": 1024 for i in range(20)}
     text = str(ft.inspect.Memory(1, leaves, {"optimizer": 2**60}, 0, 0, 0, 0, 0))
     assert max(map(len, text.splitlines())) <= 80
@@ -169,16 +172,16 @@ def fit(n, donate):
     step = ft.train_step(loss_fn, tx)
     create = jax.jit(lambda: ft.TrainState.create(params={"w": jnp.ones((n, n))}, tx=tx))
     batch = jax.ShapeDtypeStruct((64, n), jnp.float32)
-    found = ft.inspect.memory(jax.eval_shape(create), step, batch, donate=donate)
+    report = ft.inspect.memory(jax.eval_shape(create), step, batch, donate=donate)
     data = np.ones((64 * 24, n), np.float32)
     before = of("VmRSS")
     state = create()
     ft.fit(state, step, ft.ArrayLoader(data, 64), donate=donate, verbose=0)
-    return found, of("VmHWM") - before
+    return report, of("VmHWM") - before
 
 fit(64, False)  # the compiler has its memory
-found, grown = fit(int(sys.argv[1]), sys.argv[2] == "donated")
-print(found.total, grown)
+report, grown = fit(int(sys.argv[1]), sys.argv[2] == "donated")
+print(report.total, grown)
 """
 
 
@@ -227,10 +230,10 @@ def refused(message: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> ft.insp
 def test_what_the_compiler_refuses_does_not_fit_whatever_its_sizes(
     message: str, temporaries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = refused(message, 1, monkeypatch)
-    assert (found.fits, found.temporaries) == (False, temporaries)
-    assert found.chip is not None
-    roomy = dataclasses.replace(found, chip=found.chip._replace(memory_bytes=2**40))
+    report = refused(message, 1, monkeypatch)
+    assert (report.fits, report.temporaries) == (False, temporaries)
+    assert report.chip is not None
+    roomy = dataclasses.replace(report, chip=report.chip._replace(memory_bytes=2**40))
     assert roomy.total < 2**40
     assert "It does not fit: the compiler refused it (small).\n- " in str(roomy)
 
@@ -238,8 +241,8 @@ def test_what_the_compiler_refuses_does_not_fit_whatever_its_sizes(
 def test_a_refused_buffer_that_is_a_leaf_of_the_state_counts_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = refused(ONE_BUFFER, 80, monkeypatch)
-    assert (found.state, found.temporaries) == (20 * 2**30, 0)
+    report = refused(ONE_BUFFER, 80, monkeypatch)
+    assert (report.state, report.temporaries) == (20 * 2**30, 0)
 
 
 def test_other_errors_of_the_compiler_are_raised_as_they_are(
