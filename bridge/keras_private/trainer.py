@@ -1,10 +1,14 @@
 """A model as its own fit uses it: arguments, compiled parts, metrics, and values in training."""
 
+import contextlib
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import keras
+import numpy as np
 from keras.src.utils.python_utils import pythonify_logs
 
 from bridge.keras_private.optimizers import atomic_build
@@ -37,6 +41,20 @@ def build(model: keras.Model, batch: Any = None, iterator: Any = None) -> None:
         model._symbolic_build(iterator=iterator, data_batch=batch)
 
 
+@contextlib.contextmanager
+def target_notes(*, has_targets: bool) -> Iterator[None]:
+    """Context manager: tells of missing targets, which errors do not name. Public names only."""
+    try:
+        yield
+    except Exception as error:
+        if not has_targets:
+            error.add_note(
+                "y: the data have no targets, which most losses need. A list in x has an array "
+                "for each input of the model; batches (x, y) come from a generator or a dataset."
+            )
+        raise
+
+
 def build_from(model: keras.Model, epochs: Any) -> None:
     """Builds what is not built for the first batch of `epochs`, and resets them to their start.
 
@@ -46,7 +64,10 @@ def build_from(model: keras.Model, epochs: Any) -> None:
         if not (is_built(model) and all(layer.built for layer in model._flatten_layers())):
             # Keras needs arrays for their shapes, and rows of arrays have not been taken yet.
             batches = ((begin, end, map(epochs.batch_of, items)) for begin, end, items in epochs)
-            with error_notes(epochs.given, "data"):
+            x, y, _ = epochs.given
+            # Targets may be in a dataset or generator.
+            has_targets = y is not None or not isinstance(x, np.ndarray | jax.Array | list | dict)
+            with error_notes(epochs.given, "data"), target_notes(has_targets=has_targets):
                 build(model, iterator=batches)
         epochs.reset()
     finally:

@@ -125,7 +125,9 @@ class KerasStep(StepTraits):
         require_instance("state", state, KerasState, expected, advice)
         with error_notes(batch):
             if self.kind != "predict":
-                return self._train_or_test(state, batch)
+                has_targets = isinstance(batch, tuple) and len(batch) > 1 and batch[1] is not None
+                with keras_private.trainer.target_notes(has_targets=has_targets):
+                    return self._train_or_test(state, batch)
             leaves = jax.tree.leaves((state, batch))
             is_traced = any(isinstance(x, jax.core.Tracer) for x in leaves)
             return (self._traced_predict if is_traced else self._predict)(state, batch)

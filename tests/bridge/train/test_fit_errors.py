@@ -50,6 +50,19 @@ def test_the_shapes_of_data_that_a_model_cannot_take_are_noted_as_those_of_the_d
     assert "Shapes of the data:\n  0: float32[32, 3]\n  1: float32[32, 4]" in error.value.__notes__
 
 
+@pytest.mark.parametrize("x", [X, [(X[:8], Y[:8]), (X[8:16], Y[8:16])]], ids=["array", "batches"])
+def test_missing_targets_are_noted(x: Any) -> None:
+    with pytest.raises(Exception, match=r"None|structure|inputs") as error:
+        bridge.evaluate(compiled(), x, verbose=0)
+    assert any(note.startswith("y: the data have no targets") for note in error.value.__notes__)
+
+
+def test_targets_of_a_generator_are_not_taken_for_missing() -> None:
+    with pytest.raises(Exception, match="incompatible") as error:
+        bridge.fit(compiled(), ((X[:8, :3], Y[:8]) for _ in range(4)), verbose=0, shuffle=False)
+    assert not any("no targets" in note for note in error.value.__notes__)
+
+
 @pytest.mark.parametrize(
     ("x", "words"),
     [
