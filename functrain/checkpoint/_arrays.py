@@ -152,12 +152,12 @@ class StoredArrays(contextlib.ExitStack):
                 common = _intersection(shard_box, box)
                 # A checkpoint of many processes has many files: only those needed are opened.
                 if _size(common):
-                    place = process, offset, _size(shard_box) * dtype.itemsize
-                    data = self._read_shard(*place, checksum)
+                    location = process, offset, _size(shard_box) * dtype.itemsize
+                    data = self._read_shard(*location, checksum)
                     shard = data.view(dtype).reshape(tuple(map(len, shard_box)))
                     if shard_box == box:
                         return shard
-                    self._last_shard = place, data
+                    self._last_shard = location, data
                     result = np.empty(box_shape, dtype) if result is None else result
                     result[_index_in(box, common)] = shard[_index_in(shard_box, common)]
             return np.empty(box_shape, dtype) if result is None else result

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -137,26 +137,33 @@ def open_shards(path: str) -> Iterator[ArrayFile]:
     present = files.names(directory)
     problems = [f"{shard}: missing" for shard in shards if shard not in present]
     # Files of another save, which the index does not name.
-    own = re.compile(re.escape(name.removesuffix(INDEX)) + r"-\d+-of-\d+\.safetensors")
-    surplus = [x for x in sorted(present) if own.fullmatch(x) and x not in shards]
+    shard_name = re.compile(re.escape(name.removesuffix(INDEX)) + r"-\d+-of-\d+\.safetensors")
+    surplus = [x for x in sorted(present) if shard_name.fullmatch(x) and x not in shards]
     problems += [f"{shard}: not in the index" for shard in surplus]
     _require_whole(path, problems)
     with contextlib.ExitStack() as stack:
-        opened = {
+        array_files = {
             shard: stack.enter_context(open_safetensors(os.path.join(directory, shard)))
             for shard in shards
         }
-        for shard, arrays in opened.items():
-            named = {name for name, where in weight_map.items() if where == shard}
-            problems += [f"{x}: not in {shard}" for x in sorted(named - arrays.specs.keys())]
-            for x in sorted(arrays.specs.keys() - named):
-                where = (
-                    f"in the index in {weight_map[x]}" if x in weight_map else "not in the index"
-                )
-                problems.append(f"{x}: in {shard}, but {where}")
-        _require_whole(path, problems)
-        specs = {name: opened[shard].specs[name] for name, shard in weight_map.items()}
-        yield ArrayFile(specs, lambda name, index=None: opened[weight_map[name]].read(name, index))
+        _require_whole(path, _misplaced(weight_map, array_files))
+        specs = {name: array_files[shard].specs[name] for name, shard in weight_map.items()}
+        yield ArrayFile(
+            specs, lambda name, index=None: array_files[weight_map[name]].read(name, index)
+        )
+
+
+def _misplaced(weight_map: Mapping[str, str], shards: Mapping[str, ArrayFile]) -> list[str]:
+    """Returns a line for each array that is not in the file that the index names for it."""
+    problems = []
+    for shard, arrays in shards.items():
+        indexed = {name for name, its_shard in weight_map.items() if its_shard == shard}
+        problems += [f"{name}: not in {shard}" for name in sorted(indexed - arrays.specs.keys())]
+        for name in sorted(arrays.specs.keys() - indexed):
+            other = weight_map.get(name)
+            entry = "not in the index" if other is None else f"in the index in {other}"
+            problems.append(f"{name}: in {shard}, but {entry}")
+    return problems
 
 
 def _require_whole(path: str, problems: list[str]) -> None:

@@ -55,10 +55,10 @@ def name_of(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
 def related(name: str, kind: type[LogName], names: Iterable[str]) -> list[str]:
     """Returns the logs of a kind in the dict of a log, or else in the next one around it."""
     of_kind: list[str] = [other for other in names if isinstance(other, kind)]
-    place = name
-    while place:
-        place = place.rpartition("/")[0]
-        in_dict = [other for other in of_kind if other.rpartition("/")[0] == place]
+    prefix = name
+    while prefix:
+        prefix = prefix.rpartition("/")[0]
+        in_dict = [other for other in of_kind if other.rpartition("/")[0] == prefix]
         if in_dict:
             return in_dict
     # A step may log its counts of skipped steps in a dict of their own.
