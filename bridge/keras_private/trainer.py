@@ -38,7 +38,13 @@ def build(model: keras.Model, batch: Any = None, iterator: Any = None) -> None:
     """
     # A model that was never compiled may lack the attribute.
     with atomic_build(getattr(model, "optimizer", None)):
-        model._symbolic_build(iterator=iterator, data_batch=batch)
+        model._symbolic_build(iterator=iterator, data_batch=jax.tree.map(_with_dtype_of_jax, batch))
+
+
+def _with_dtype_of_jax(x: Any) -> Any:
+    """Returns an array in the dtype that jax gives it. From 0.12 on, jax warns of 64 bits."""
+    is_number = isinstance(x, np.ndarray) and x.dtype.kind in "iuf"
+    return x.astype(jax.dtypes.canonicalize_dtype(x.dtype), copy=False) if is_number else x
 
 
 @contextlib.contextmanager
@@ -60,10 +66,14 @@ def build_from(model: keras.Model, epochs: Any) -> None:
 
     Calls `Layer._flatten_layers`; checked with Keras 3.15.1.
     """
+
+    def of_jax(item: Any) -> Any:
+        return jax.tree.map(_with_dtype_of_jax, epochs.batch_of(item))
+
     try:
         if not (is_built(model) and all(layer.built for layer in model._flatten_layers())):
             # Keras needs arrays for their shapes, and rows of arrays have not been taken yet.
-            batches = ((begin, end, map(epochs.batch_of, items)) for begin, end, items in epochs)
+            batches = ((begin, end, map(of_jax, items)) for begin, end, items in epochs)
             x, y, _ = epochs.given
             # Targets may be in a dataset or generator.
             has_targets = y is not None or not isinstance(x, np.ndarray | jax.Array | list | dict)

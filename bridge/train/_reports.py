@@ -72,6 +72,7 @@ def largest_batch(
     fuse: int | None = None,
     target: ft.Target | None = None,
     sharding: Any = None,
+    verbose: bool = True,
 ) -> int:
     """Returns the largest batch size of a compiled Keras model whose training fits on a device.
 
@@ -85,6 +86,7 @@ def largest_batch(
       fuse: As for `memory`.
       target: As for `memory`.
       sharding: As for `memory`.
+      verbose: Print a line for each size.
 
     Returns:
       The number of examples; 0 if not even `multiple_of` fit.
@@ -94,11 +96,12 @@ def largest_batch(
       >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
       >>> model.compile("adam", "mse")
       >>> batch = np.ones((32, 8), "float32"), np.ones((32, 1), "float32")
-      >>> bridge.largest_batch(model, batch, target=ft.target()) > 32
+      >>> bridge.largest_batch(model, batch, target=ft.target(), verbose=False) > 32
       True
     """
-    options = {"fuse": fuse, "target": target, "sharding": sharding, "donate": True}
-    return _report(ft.inspect.largest_batch, model, batch, multiple_of=multiple_of, **options)
+    options = {"multiple_of": multiple_of, "fuse": fuse, "target": target, "sharding": sharding}
+    options |= {"verbose": verbose, "donate": True}
+    return _report(ft.inspect.largest_batch, model, batch, **options)
 
 
 def cost(

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from tests.bridge.train import processes
-from tests.checkpoint.test_processes import ended, said, start
+from tests.several_processes import lines_starting, outputs, start
 
 PROGRAM = str(pathlib.Path(__file__).parent / "processes.py")
 
 
 def told(processes: int, what: str, *arguments: object, code: int = 0) -> list[list[str]]:
-    return ended(start(processes, [PROGRAM, what], *map(str, arguments)), code)
+    return outputs(start(processes, [PROGRAM, what], *map(str, arguments)), code)
 
 
 def values(printed: list[list[str]], name: str) -> list[Any]:
-    return [json.loads(line.removeprefix(f"{name} ")) for line in said(printed, f"{name} ")]
+    return [
+        json.loads(line.removeprefix(f"{name} ")) for line in lines_starting(printed, f"{name} ")
+    ]
 
 
 PARTS = {"data_parallel": 1, "model_parallel": 2, "by_rule": 4}
@@ -60,7 +62,7 @@ def test_each_process_may_read_its_part_of_the_data(
     assert len(expected) == 8
     for a, b in zip(expected, first, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-    for line in said(two, "refused "):
+    for line in lines_starting(two, "refused "):
         assert "x: expected as many batches" in line
         assert "got next 8 in process 0, 7 in process 1" in line
 
@@ -74,8 +76,8 @@ def test_sigterm_to_one_ends_both_at_one_step_and_they_go_on_to_the_same_bits(
     (step,) = [int(x.name) for x in (tmp_path / "killed").iterdir() if x.name.isdecimal()]
     assert 20 < step < 96
     resumed = told(2, "going_on", tmp_path / "killed")
-    assert len(set(said(straight, "ends"))) == 1
-    assert said(resumed, "ends") == said(straight, "ends")
+    assert len(set(lines_starting(straight, "ends"))) == 1
+    assert lines_starting(resumed, "ends") == lines_starting(straight, "ends")
     rows = [(tmp_path / f"{name}.csv").read_text() for name in ("straight", "killed")]
     assert rows[0] == rows[1]
 
