@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeAlias
 import jax
 
 from functrain.common import _repr
+from functrain.common._arguments import accepts, describe_signature
 from functrain.common._checks import require
 from functrain.common._warnings import warn
 from functrain.engine._trigger import Trigger, is_trigger, without_schedule
@@ -95,6 +96,10 @@ def _require_hook(hook: Any, name: str) -> None:
     advice += "to bridge.fit."
     is_hook = callable(hook) and not isinstance(hook, type)
     require(is_hook, name, "a function of one event", hook, advice, error=TypeError)
+    function = without_schedule(hook)
+    if not accepts(function, 1):
+        got = describe_signature(function)
+        raise TypeError(f"{name}: expected a function of one event, got {got}.")
     # A call would not run its body.
     is_run = not (inspect.iscoroutinefunction(hook) or inspect.isgeneratorfunction(hook))
     expected = "a function of one event without async and yield"

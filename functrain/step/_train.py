@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from functrain.common import _tree
+from functrain.common._checks import require
 from functrain.common._log_values import LastValue
 from functrain.common._types import PyTree, Step
 from functrain.metrics._metric import Metric, collection
@@ -47,8 +48,9 @@ def train_step(
       `tx` (see `logged`).
 
     Raises:
-      TypeError: `loss_fn` is not a loss, `tx` is not an optax transformation, or `metrics` is not a
-        dict of Metrics; or (when traced) the value of a metric is not a scalar.
+      TypeError: `loss_fn` is not a loss, `tx` is not an optax transformation, `learning_rate` is
+        not a schedule, or `metrics` is not a dict of Metrics; or (when traced) the value of a
+        metric is not a scalar.
       ValueError: (when traced) two of the loss, the logs, the metrics and the values of the
         optimizer have one name.
 
@@ -65,6 +67,10 @@ def train_step(
     """
     check_loss(loss_fn)
     check_tx(tx)
+    expected = "a schedule, which is a function of the number of updates"
+    advice = "A constant is optax.constant_schedule(rate)."
+    is_schedule = learning_rate is None or callable(learning_rate)
+    require(is_schedule, "learning_rate", expected, learning_rate, advice, error=TypeError)
 
     def train(state: TrainState, batch: PyTree) -> tuple[TrainState, jax.Array, Aux]:
         new, loss, aux = update(state, loss_fn, tx, batch)

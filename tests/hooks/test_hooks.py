@@ -149,6 +149,8 @@ def generator(event):
         (keras.callbacks.CSVLogger, r"got .*CSVLogger.* callbacks of Keras to bridge\.fit"),
         (lambda path: coroutine, "without async and yield, got .*coroutine"),
         (lambda path: ft.every(steps=2)(generator), "without async and yield, got .*generator"),
+        (lambda path: lambda: None, r"got <lambda>\(\)"),
+        (lambda path: ft.every(steps=2)(lambda event, step: None), r"got <lambda>\(event, step\)"),
     ],
 )
 def test_what_is_no_hook_is_refused_by_place(tmp_path, make, words) -> None:

@@ -81,3 +81,8 @@ def test_the_rate_that_a_line_search_found_is_logged(name: str) -> None:
     (found,) = [x.learning_rate for x in new.opt_state if "Linesearch" in type(x).__name__]
     assert logs["learning_rate"] == found
     assert 0 < float(found) < 1
+
+
+def test_a_number_in_place_of_the_schedule_is_refused_with_its_schedule() -> None:
+    with pytest.raises(TypeError, match=r"^learning_rate: .*got 0\.001.*constant_schedule"):
+        ft.train_step(loss_fn, optax.sgd(1e-3), learning_rate=1e-3)
