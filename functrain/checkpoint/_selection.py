@@ -60,7 +60,7 @@ def _matching(patterns: Sequence[str], merged: Mapping[str, str]) -> set[str]:
     }
 
 
-def selected_sources(
+def all_sources(
     selection: Selection,
     file: str,
     names: Collection[str],
@@ -87,8 +87,8 @@ def _add_merged_paths(
     """Adds leaves whose paths differ only because a model is frozen, in the file or the state."""
     # An exact match has precedence over one by the merged path.
     by_merged = {path: sources[name] for name, path in merged_paths(sources).items()}
-    of_frozen = {p: by_merged[path] for p, path in merged.items() if path in by_merged}
-    return {**of_frozen, **by_merged, **sources}
+    by_leaf = {path: by_merged[other] for path, other in merged.items() if other in by_merged}
+    return {**by_leaf, **by_merged, **sources}
 
 
 def _state_leaves(state: PyTree) -> dict[str, Any]:

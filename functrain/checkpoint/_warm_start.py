@@ -15,7 +15,7 @@ from functrain.checkpoint._errors import CheckpointMismatchError
 from functrain.checkpoint._files import MANIFEST, files_at, resolve_path
 from functrain.checkpoint._pieces import Piece, make_pieces
 from functrain.checkpoint._rename import Rename, Source
-from functrain.checkpoint._selection import Selection, select, selected_sources
+from functrain.checkpoint._selection import Selection, all_sources, select
 from functrain.checkpoint._sources import find_weights, open_arrays
 from functrain.common import _repr, _tree
 from functrain.common._checks import require_no_problems
@@ -163,7 +163,7 @@ def _read(
 ) -> WarmStart:
     """Reads the selected leaves from an open file, after all checks."""
     leaves = selection.leaves
-    sources = selected_sources(selection, file, arrays.specs, rename)
+    sources = all_sources(selection, file, arrays.specs, rename)
     leaf_sources = {path: sources[path] for path in selection.requested if path in sources}
     _require_leaves(file, leaf_sources, selection, sources, arrays.specs)
     pieces = make_pieces(file, leaf_sources, arrays.specs, leaves, selection.merged_paths, cast)
