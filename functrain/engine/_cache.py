@@ -14,7 +14,9 @@ def enable_compilation_cache(directory: str | os.PathLike[str]) -> None:
 
     Switches on jax's persistent compilation cache for this process, for programs of any size and
     compile time. Results do not change. Entries are never removed: delete the directory to free
-    the space.
+    the space. On some processors jaxlib 0.10 prints long lines about ``+prefer-no-gather`` and
+    ``+prefer-no-scatter`` when it loads a program. They are harmless, and TF_CPP_MIN_LOG_LEVEL=3 in
+    the environment hides them if it is set before Python starts.
 
     Args:
       directory: Created if it is missing; or a URL such as ``gs://bucket/programs``, for which jax
