@@ -269,7 +269,9 @@ def warn_of_outputs(model: keras.Model) -> None:
             f"loss: expected logits for from_logits=True, got the {activation.__name__} of layer "
             f"{layer.name!r}. Leave out from_logits=True or the activation."
         )
-    elif not takes_logits and activation is keras.activations.linear:
+    # A linear Activation, which ends models in mixed precision, passes on what came before it.
+    has_kernel = hasattr(layer, "kernel")
+    if not takes_logits and has_kernel and activation is keras.activations.linear:
         warn(
             f"loss: expected probabilities, got layer {layer.name!r} without an activation. Write "
             f"keras.losses.{type(loss).__name__}(from_logits=True)."

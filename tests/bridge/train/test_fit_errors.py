@@ -217,6 +217,15 @@ def test_labels_without_a_class_are_told_before_the_first_step(
             bridge.fit(compiled(loss=loss), X, labels, verbose=0)
 
 
+def test_a_linear_activation_after_a_softmax_is_not_taken_for_logits() -> None:
+    last = [layers.Dense(4, "softmax"), layers.Activation("linear", dtype="float32")]
+    model = keras.Sequential([keras.Input((4,)), *last])
+    model.compile("adam", "sparse_categorical_crossentropy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bridge.fit(model, X, CLASSES, verbose=0)
+
+
 def classifier(activation: str | None, loss: Any) -> keras.Model:
     inputs = keras.Input((4,))
     model = keras.Model(inputs, layers.Dense(4, activation, name="last")(inputs))
