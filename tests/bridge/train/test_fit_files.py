@@ -14,6 +14,7 @@ import orbax.checkpoint
 import pytest
 
 import functrain as ft
+from bridge.train import _checks
 from tests.bridge.fitting import Sizes, X, Y, assert_same, fit, fresh
 
 
@@ -133,6 +134,12 @@ def chunk_safe_sizes() -> Sizes:
     return sizes
 
 
+@pytest.fixture
+def without_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allows Keras's TensorBoard without TensorFlow, whose part a mock has."""
+    monkeypatch.setattr(_checks, "_require_tensorflow", lambda callback: None)
+
+
 @pytest.mark.parametrize(
     ("options", "ends"),
     [
@@ -143,7 +150,7 @@ def chunk_safe_sizes() -> Sizes:
     ],
 )
 def test_programs_end_where_something_is_recorded(
-    options: dict[str, Any], ends: list[int], tmp_path: pathlib.Path
+    options: dict[str, Any], ends: list[int], without_tensorflow: None, tmp_path: pathlib.Path
 ) -> None:
     board = keras.callbacks.TensorBoard(tmp_path, write_graph=False, **options)
     board._summary_module = mock.MagicMock()
@@ -152,7 +159,9 @@ def test_programs_end_where_something_is_recorded(
     assert sorted(set(programs.seen)) == ends
 
 
-def test_programs_begin_and_end_with_what_is_profiled(tmp_path: pathlib.Path) -> None:
+def test_programs_begin_and_end_with_what_is_profiled(
+    without_tensorflow: None, tmp_path: pathlib.Path
+) -> None:
     board = keras.callbacks.TensorBoard(tmp_path, write_graph=False)
     board._summary_module = mock.MagicMock()
     board._start_batch, board._stop_batch, board._should_trace = 4, 6, True
