@@ -41,7 +41,7 @@ _WRAPPERS = re.compile(
     r"\b(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_jvp|custom_vjp|shard_map)\(([^()]*)\)"
 )
 _PARTS_OF_CONTROL_FLOW = re.compile(
-    r"while|body|cond|scan|closed_call|rematted_computation|branch_\d+_fun|"
+    r"while|body|cond|scan|closed_call|eval_jaxpr|rematted_computation|branch_\d+_fun|"
 )
 
 
@@ -279,7 +279,7 @@ def layer_name(op_name: str) -> str:
     Examples:
       >>> layer_name("jit(run)/while/body/closed_call/transpose(jvp(mlp))/dense/dot_general")
       'mlp/dense'
-      >>> layer_name("jit(run)/while/body/closed_call/jvp()/reduce_sum")
+      >>> layer_name("jit(run)/while/body/closed_call/eval_jaxpr/jvp()/reduce_sum")
       'loss'
       >>> layer_name("jit(run)/while/body/closed_call/add")
       'other'

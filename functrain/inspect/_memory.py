@@ -267,8 +267,10 @@ def _refused_bytes(message: str) -> int:
       1536
       >>> _refused_bytes("RESOURCE_EXHAUSTED: Allocation (size=8192) would exceed memory")
       8192
+      >>> _refused_bytes("RESOURCE_EXHAUSTED: required for HLO temporaries (16.0G) exceeds HBM")
+      17179869184
     """
-    size = re.search(r"(?:program +|size=)([\d.]+)([KMGT]?)", message)
+    size = re.search(r"(?:program +|size=|temporaries \()([\d.]+)([KMGT]?)", message)
     return int(float(size[1]) * 1024 ** " KMGT".index(size[2] or " ")) if size else 0
 
 

@@ -59,6 +59,11 @@ def test_layers_of_equal_names_are_counted_each() -> None:
     assert found.state == sum(found.parts.values()) > 2 * 4 * (8 * 8 + 8)
 
 
+def counts(cost: Any) -> Any:
+    """Returns a cost without its time, which is NaN on a CPU."""
+    return dataclasses.replace(cost, seconds=0.0)
+
+
 def test_the_reports_are_those_of_keras_own_step(model: keras.Model) -> None:
     state, step = bridge.keras_state(model, (X, Y)), bridge.train_step(model)
     ours = bridge.memory(model, (X, Y), fuse=4)
@@ -68,14 +73,15 @@ def test_the_reports_are_those_of_keras_own_step(model: keras.Model) -> None:
     assert (ours.total, ours.k, ours.parts) == (theirs.total, 4, theirs.parts)
     assert sorted(ours.leaves.values()) == sorted(theirs.leaves.values())
     cost = bridge.cost(model, (X, Y), fuse=4)
-    assert cost == ft.inspect.cost(state, step, (X, Y), fuse=4)
+    assert counts(cost) == counts(ft.inspect.cost(state, step, (X, Y), fuse=4))
     # Forward, and the gradients of the kernels and of the second layer's inputs.
     assert cost.flops == 2 * 32 * (2 * 8 * 16 + 3 * 16 * 4)
 
 
 def test_shapes_will_do(model: keras.Model) -> None:
     assert bridge.memory(model, SHAPES, fuse=4) == bridge.memory(model, (X, Y), fuse=4)
-    assert bridge.cost(model, SHAPES, fuse=4) == bridge.cost(model, (X, Y), fuse=4)
+    of_shapes = bridge.cost(model, SHAPES, fuse=4)
+    assert counts(of_shapes) == counts(bridge.cost(model, (X, Y), fuse=4))
 
 
 def test_the_largest_batch_is_that_of_the_step(model: keras.Model) -> None:
