@@ -1,9 +1,10 @@
-"""Measures the cost of logging hooks in the training of an MNIST MLP.
+"""Measures the cost of hooks in the training of an MNIST MLP.
 
 python -m benchmarks.logging                # about three minutes on two CPU cores
 """
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -34,12 +35,13 @@ Hooks = Callable[[pathlib.Path], list[Any]]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--workload", default="mnist-mlp", choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="of a round")
     report.add_output(parser)
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        table = measured(pathlib.Path(folder), args.rounds, args.epochs)
+        table = measured(pathlib.Path(folder), args.workload, args.rounds, args.epochs)
     report.publish("logging", [table], args.output)
     return 0
 
@@ -51,6 +53,7 @@ def ways() -> dict[str, Hooks]:
         "JSONLines": lambda to: [ft.hooks.JSONLines(to / "log.jsonl")],
         "CSVLogger": lambda to: [ft.hooks.CSVLogger(to / "log.csv")],
         "TerminateOnNaN, Throughput": lambda to: [ft.hooks.TerminateOnNaN(), ft.hooks.Throughput()],
+        "Goodput, Watchdog": lambda to: [ft.hooks.Goodput(), ft.hooks.Watchdog(600)],
     }
 
     def together(to: pathlib.Path) -> list[Any]:
@@ -65,9 +68,9 @@ def ways() -> dict[str, Hooks]:
     return {"none": lambda to: [], **of_hooks, "all of these": together, **more}
 
 
-def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
+def measured(folder: pathlib.Path, name: str, rounds: int, epochs: int) -> Table:
     """Times fits with the hooks of each way, in turns: wall-clock and processor time."""
-    workload = WORKLOADS["mnist-mlp"]
+    workload = WORKLOADS[name]
     state, step = functrain_parts(workload)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
 
@@ -77,7 +80,8 @@ def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
             # This opens files, and starts the service of wandb, before the time is taken.
             getattr(hook, "begin", lambda: None)()
         clock, processor = time.perf_counter(), time.process_time()
-        ft.fit(state, step, loader, epochs=epochs, hooks=hooks, verbose=0)
+        with contextlib.redirect_stdout(None):  # Goodput prints a line
+            ft.fit(state, step, loader, epochs=epochs, hooks=hooks, verbose=0)
         return time.perf_counter() - clock, time.process_time() - processor
 
     durations: dict[str, list[tuple[float, float]]] = {name: [] for name in ways()}
@@ -93,7 +97,7 @@ def measured(folder: pathlib.Path, rounds: int, epochs: int) -> Table:
         for kind in (0, 1):
             values, without = ([round[kind] for round in of] for of in (both, durations["none"]))
             ratio = statistics.median(a / b for a, b in zip(values, without, strict=True))
-            cells += [f"{1e6 * statistics.median(values) / steps:.0f}", f"{ratio:.2f}"]
+            cells += [f"{1e6 * statistics.median(values) / steps:.3g}", f"{ratio:.2f}"]
         table.add_row(name, *cells)
     return table
 

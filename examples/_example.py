@@ -77,7 +77,7 @@ def _require_writable(folder: pathlib.Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
         probe.touch()
-        probe.unlink()
+        probe.unlink(missing_ok=True)  # another process may have done it
     except OSError as error:
         reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
         sys.exit(
