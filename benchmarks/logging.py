@@ -59,7 +59,14 @@ def ways() -> dict[str, Hooks]:
     def together(to: pathlib.Path) -> list[Any]:
         return [hook for make in of_hooks.values() for hook in make(to)]
 
+    def with_few_rows(to: pathlib.Path) -> list[Any]:
+        """Returns the same hooks, whose loggers write a row every hundredth step."""
+        tensorboard = ft.hooks.TensorBoard(to, every=100)
+        json_lines = ft.hooks.JSONLines(to / "log.jsonl", every=100)
+        return [tensorboard, json_lines, *together(to)[2:]]
+
     more: dict[str, Hooks] = {
+        "all of these, every=100": with_few_rows,
         "TensorBoard(every=1)": lambda to: [ft.hooks.TensorBoard(to, every=1)],
         "JSONLines(every=1)": lambda to: [ft.hooks.JSONLines(to / "log.jsonl", every=1)],
     }
@@ -68,9 +75,9 @@ def ways() -> dict[str, Hooks]:
     return {"none": lambda to: [], **of_hooks, "all of these": together, **more}
 
 
-def measured(folder: pathlib.Path, name: str, rounds: int, epochs: int) -> Table:
+def measured(folder: pathlib.Path, workload_name: str, rounds: int, epochs: int) -> Table:
     """Times fits with the hooks of each way, in turns: wall-clock and processor time."""
-    workload = WORKLOADS[name]
+    workload = WORKLOADS[workload_name]
     state, step = functrain_parts(workload)
     loader = ft.ArrayLoader(workload.data(), workload.batch)
 

@@ -84,8 +84,10 @@ def test_a_run_that_dies_hangs_and_is_preempted_ends_as_one_without_failure(tmp_
     output = quick("long_run.py", tmp_path)
     broken = output[: output.index("no failure:")]
     assert [line for line in broken if line.startswith("status")] == ["status 143", "status 0"]
-    ends = [line.split()[-1] for line in broken if "ended with" in line]
-    assert ends == ["137", "124"]
+    assert sum("restarting all processes" in line for line in broken) == 2
+    assert "functrain.launch: process 1 ended with 137" in broken
+    # The one that hangs or the one that waits for it, whichever watchdog is first.
+    assert any(line.endswith("ended with 124") for line in broken)
     assert "equal: norm, loss, skipped, skipped_in_a_row, learning_rate" in output
     assert "skipped batches: 4 of 200" in output
     stacks = (tmp_path / "broken" / "printed.txt").read_text()

@@ -91,8 +91,7 @@ class WandB(Tracker):
     def restore(self, state: dict[str, Any], /) -> None:
         """Makes the next `start` continue the wandb run; puts later folders of it aside."""
         super().restore(state)
-        # Checkpoints of earlier versions have no folder.
-        if state.get("folder") is not None:
+        if state["folder"] is not None:
             self._folder = pathlib.Path(state["folder"])
             # The name of a folder is its time, and then the id.
             for folder in self._folder.parent.glob(f"offline-run-*-{self.run_id}*"):
