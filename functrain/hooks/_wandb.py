@@ -1,5 +1,6 @@
 """Values, pictures and texts for Weights & Biases."""
 
+import glob
 import html
 import pathlib
 from collections.abc import Mapping
@@ -47,11 +48,12 @@ class WandB(Tracker):
         self.init = init
         hint = "Weights & Biases need their library: pip install 'functrain[wandb]'"
         self._wandb = import_optional("wandb", hint)
-        # The last folder of wandb that was finished.
-        self._folder: pathlib.Path | None = None
+        # The names of the offline folders that the checkpoint has.
+        self._saved_folders: list[str] = []
 
     def start(self, run_id: str | None) -> tuple[str, Mapping[str, int]]:
         """Starts a wandb run, or resumes the one with an id."""
+        is_resumed = self.run is None and run_id is not None
         # The id of the checkpoint takes precedence over one of the user's.
         resumed: dict[str, Any] = {} if run_id is None else {"id": run_id, "resume": "allow"}
         settings = self.init.get("settings") or {}
@@ -59,7 +61,28 @@ class WandB(Tracker):
             # After a pause, within the progress of the run.
             resumed["settings"] = {**settings, "silent": True}
         self.run = self._wandb.init(**{**self.init, **resumed})
+        if is_resumed:
+            self._put_aside_later_folders()
         return self.run.id, {}
+
+    def _put_aside_later_folders(self) -> None:
+        """Renames the folders of the run that were begun after the checkpoint."""
+        kept_names = {*self._saved_folders, pathlib.Path(self.run.dir).parent.name}
+        for folder in self._offline_folders():
+            if folder.name not in kept_names:
+                new_path = folder.with_name(f"killed-{folder.name}")
+                # Names have whole seconds of a clock that may be set back, so they can repeat.
+                while new_path.exists():
+                    new_path = new_path.with_name(f"killed-{new_path.name}")
+                folder.rename(new_path)
+
+    def _offline_folders(self) -> list[pathlib.Path]:
+        """Returns the folders that wandb has written offline for the run."""
+        if self.run is None:
+            return []
+        # Not by the folder's name: another id may begin with this one.
+        pattern = f"offline-run-*/run-{glob.escape(self.run.id)}.wandb"
+        return [path.parent for path in pathlib.Path(self.run.dir).parents[1].glob(pattern)]
 
     def log(
         self, step: int, values: dict[str, float], samples: dict[str, np.ndarray | str]
@@ -80,20 +103,14 @@ class WandB(Tracker):
 
     def finish(self) -> None:
         """Finishes the wandb run."""
-        self._folder = pathlib.Path(self.run.dir).parent
         self.run.finish()
 
     def state(self) -> dict[str, Any]:
-        """Returns the id of the wandb run and its last folder that is finished."""
+        """Returns the id of the wandb run, and the names of its offline folders so far."""
         state = super().state()
-        return {**state, "folder": None if self._folder is None else str(self._folder)}
+        return {**state, "folders": sorted(folder.name for folder in self._offline_folders())}
 
     def restore(self, state: dict[str, Any], /) -> None:
-        """Makes the next `start` continue the wandb run; puts later folders of it aside."""
+        """Makes the next `start` continue the wandb run, and put later folders of it aside."""
         super().restore(state)
-        if state["folder"] is not None:
-            self._folder = pathlib.Path(state["folder"])
-            # The name of a folder is its time, and then the id.
-            for folder in self._folder.parent.glob(f"offline-run-*-{self.run_id}*"):
-                if folder.name > self._folder.name:
-                    folder.rename(folder.with_name(f"killed-{folder.name}"))
+        self._saved_folders = state["folders"]

@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+import types
 import zipfile
 from typing import Any
 
@@ -116,22 +117,28 @@ def points_of(history: Any) -> Points:
     return points
 
 
-def begin(name: str, folder: pathlib.Path) -> Any:
-    return fork_server.Popen([sys.executable, tracked.__file__, name, str(folder)])
+def begin(name: str, folder: pathlib.Path, *last_step: int) -> Any:
+    arguments = [name, str(folder), *map(str, last_step)]
+    return fork_server.Popen([sys.executable, tracked.__file__, *arguments])
 
 
-def kill_one(name: str, folder: pathlib.Path, saves: int, seconds: float) -> None:
-    """Starts a run, and kills it some time after it has saved a few checkpoints."""
-    before = last = set(os.listdir(folder / "checkpoints"))
-    process = begin(name, folder)
+def kill_one(name: str, folder: pathlib.Path, saves: int, seconds: float, last_step: int) -> None:
+    """Starts a run, and kills it some time after it has saved a few checkpoints.
+
+    On a busy machine that may be late, so the run waits at its last step.
+    """
+    checkpoints = ft.Checkpointer(folder / "checkpoints")
+    before = set(checkpoints.steps())
+    process = begin(name, folder, last_step)
     deadline = time.monotonic() + 120
-    while saves and time.monotonic() < deadline:
-        now = {entry for entry in os.listdir(folder / "checkpoints") if entry.isdigit()}
-        saves -= len(now - last - before) > 0
-        last = last | now
-        time.sleep(0.002)
-    time.sleep(seconds)
-    process.send_signal(signal.SIGKILL)
+    try:
+        while len(set(checkpoints.steps()) - before) < saves:
+            assert process.poll() is None, "the run ended before its checkpoints"
+            assert time.monotonic() < deadline, "the run has not saved its checkpoints"
+            time.sleep(0.002)
+        time.sleep(seconds)
+    finally:
+        process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
 
 
@@ -140,10 +147,10 @@ def kill_one(name: str, folder: pathlib.Path, saves: int, seconds: float) -> Non
 @pytest.mark.parametrize("name", MODULES)
 def test_a_tracker_holds_what_the_history_holds_after_kills(name, tmp_path) -> None:
     pytest.importorskip(MODULES[name])
-    (tmp_path / "checkpoints").mkdir()
     rng = random.Random(name)
-    for _ in range(3):
-        kill_one(name, tmp_path, rng.randint(1, 3), rng.uniform(0, 0.1))
+    # Between two of these steps are at least as many checkpoints as a kill waits for.
+    for last_step in (20, 40, 60):
+        kill_one(name, tmp_path, rng.randint(1, 3), rng.uniform(0, 0.1), last_step)
     assert begin(name, tmp_path).wait(120) == 0
     expected = points_of(tracked.run())
     names = {name for name, _, _ in expected}
@@ -230,3 +237,36 @@ def test_a_tracker_that_goes_down_causes_one_warning_and_training_continues() ->
         _, history = fit(Flaky({}, every=1))
     assert len(caught) == 1
     assert len(history.steps["loss"]) == 60
+
+
+class FakeWandB:
+    """wandb's folders, whose times come from a script."""
+
+    def __init__(self, folder: pathlib.Path, *times: str) -> None:
+        self.folder, self.times = folder, iter(times)
+
+    def init(self, id: str = "a", **_: Any) -> Any:
+        folder = self.folder / f"offline-run-{next(self.times)}-{id}"
+        (folder / "files").mkdir(parents=True)
+        (folder / f"run-{id}.wandb").touch()
+        files = str(folder / "files")
+        return types.SimpleNamespace(id=id, dir=files, offline=True, finish=lambda: None)
+
+
+def test_wandb_puts_aside_what_the_checkpoint_lacks_whatever_the_clock_says(
+    tmp_path, monkeypatch
+) -> None:
+    fake = FakeWandB(tmp_path, "2", "3", "1", "3", "4")
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    first = ft.hooks.WandB()
+    first.begin()
+    (tmp_path / "offline-run-5-a-b").mkdir()
+    (tmp_path / "offline-run-5-a-b" / "run-a-b.wandb").touch()
+    state = first.state()
+    first.begin()  # killed after it, as are the next two
+    for _ in range(3):
+        resumed = ft.hooks.WandB()
+        resumed.restore(state)
+        resumed.begin()
+    folders = {path.name.replace("offline-run-", "") for path in tmp_path.iterdir()}
+    assert folders == {"2-a", "killed-3-a", "killed-1-a", "killed-killed-3-a", "4-a", "5-a-b"}

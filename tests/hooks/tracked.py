@@ -60,5 +60,9 @@ if __name__ == "__main__":
     name, folder = sys.argv[1], pathlib.Path(sys.argv[2])
     os.chdir(folder)
     slow = ft.every(steps=1)(lambda event: time.sleep(0.02))
+    hooks = [tracker(name, folder), slow]
+    if len(sys.argv) > 3:
+        # The run waits for its kill there, before the step is saved: it must not end first.
+        hooks.append(ft.at(int(sys.argv[3]))(lambda event: time.sleep(600)))
     checkpointer = ft.Checkpointer(folder / "checkpoints", every=ft.every(steps=5))
-    run(tracker(name, folder), slow, checkpointer=checkpointer)
+    run(*hooks, checkpointer=checkpointer)
