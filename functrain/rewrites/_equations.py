@@ -95,7 +95,7 @@ def describe_location(eqn: core.JaxprEqn) -> str:
 
 def library_folders() -> tuple[str, ...]:
     """Returns the folders of libraries whose lines do not help a user."""
-    names = "bridge", "flax", "functrain", "jax", "keras", "optax"
+    names = "bridge", "equinox", "flax", "functrain", "jax", "keras", "optax"
     modules = filter(None, map(sys.modules.get, names))
     return tuple(f"{folder}{os.sep}" for module in modules for folder in module.__path__)
 

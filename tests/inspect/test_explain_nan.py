@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -332,6 +333,27 @@ def test_layers_of_keras_are_named_with_the_line_that_was_written() -> None:
     assert origin is not None
     assert "spoils" in origin.location
     assert f"{line_of(Log.call)}" in origin.location
+
+
+class Net(eqx.Module):
+    linear: eqx.nn.Linear
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(x)
+
+
+def test_layers_of_equinox_are_named_with_the_line_that_was_written() -> None:
+    model = ft.from_equinox(lambda key: Net(eqx.nn.Linear(4, 4, key=key)))
+    params, model_state = model.init(jax.random.key(0), X)
+
+    def step(params: Any, x: Any) -> Any:
+        return params, {"sum": jnp.sum(model.apply(params, model_state, x).outputs)}
+
+    large = jax.tree.map(lambda w: jnp.full_like(w, 1e30), params)
+    origin = ft.inspect.explain_nan(large, step, 1e30 * X)
+    assert origin is not None
+    assert origin.operation == "dot_general"
+    assert f"{line_of(Net.__call__)}" in origin.location
 
 
 def test_constants_of_a_body_and_what_was_replaced_are_not_blamed() -> None:
