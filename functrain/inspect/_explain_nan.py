@@ -35,7 +35,7 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
     not named.
 
     Args:
-      state: The state before the step, without metrics. Not changed.
+      state: The state before the step, with metrics or without. Not changed.
       step: ``(state, batch) -> (state, logs)``, with metrics or without; not jitted.
       batch: The batch.
 
@@ -59,7 +59,8 @@ def explain_nan(state: PyTree, step: Any, batch: PyTree) -> NotFinite | None:
     search, inputs = Search(), []
     # The leaves in the order of the step's arguments. jax would sort the keys of a plain dict.
     for path, x in _tree.leaves_with_path(OrderedDict(state=state, batch=batch)):
-        x = np.asarray(x) if isinstance(x, float | complex) else x
+        # As jax converts the arguments of a step: without x64, float64 becomes float32.
+        x = jnp.asarray(x) if isinstance(x, float | complex | np.ndarray) else x
         if has_nan(x):
             return NotFinite("input", count_bad(x, is_nan=True), path)
         infinity = None

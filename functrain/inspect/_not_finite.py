@@ -79,10 +79,10 @@ class NotFinite:
             lines.append(f"  {self.out_of_range}")
         is_of_state = self.operation == "input" and self.location.startswith("state")
         if is_of_state and self.bad_values.startswith("NaN"):
-            advice = "Go back one step: pass the state before that step, and its batch."
-            lines.append(f"  An earlier step made it. {advice}")
+            advice = "go back one step: pass the state before that step, and its batch."
+            lines.append(f"  If an earlier step made it, {advice}")
         if not self.reaches_output:
-            lines.append("  The outputs of the step do not depend on these values.")
+            lines.append("  No output of the step is NaN or infinite because of these values.")
         if self.cause is not None:
             lines += ["The infinity came from", str(self.cause)]
         return "\n".join(lines)

@@ -248,7 +248,7 @@ def test_nan_in_the_state_sends_one_step_back_where_it_is_found(wrap) -> None:
 
     origin = ft.inspect.explain_nan(wrap(after), wrapped, jnp.ones(2))
     assert origin.operation == "input"
-    assert "Go back one step" in str(origin)
+    assert "If an earlier step made it, go back one step" in str(origin)
     origin = ft.inspect.explain_nan(wrap(start), wrapped, jnp.ones(2))
     assert origin.operation != "input"
     assert "Go back" not in str(origin)
@@ -279,6 +279,13 @@ def test_a_label_outside_of_the_classes_is_named_with_its_leaf(label: int, index
     assert f"Indices outside of [0, 4) return NaN: {index}. They come from {leaf}." in str(origin)
 
 
+@pytest.mark.parametrize("zero", [0.0, np.float64(0), np.zeros(())])
+def test_inputs_are_shown_with_the_dtypes_that_jax_computes_in(zero: Any) -> None:
+    origin = ft.inspect.explain_nan(zero, lambda state, x: (jnp.log(state), {}), 1.0)
+    assert origin is not None
+    assert origin.inputs[0].startswith("float32[]")
+
+
 def test_a_gather_within_its_bounds_is_not_blamed() -> None:
     origin = explained(lambda p, x: jnp.sum(jnp.log(jnp.take(p - 1.0, x) - 1.0)), jnp.arange(3))
     assert origin.operation == "log"
@@ -292,7 +299,7 @@ def test_what_does_not_reach_the_result_is_said_to() -> None:
 
     origin = explained(value, jnp.zeros(1))
     assert (origin.operation, origin.reaches_output) == ("mul", False)
-    assert "do not depend on these values" in str(origin)
+    assert "No output of the step is NaN or infinite because of these values." in str(origin)
 
 
 def test_a_loss_is_no_step() -> None:
