@@ -81,8 +81,8 @@ def largest_batch(
     Args:
       model: As for `memory`.
       batch: A batch of any size to begin with.
-      multiple_of: Sizes that do not divide by this are not tried; by default 8 for each of the
-        devices that share a batch.
+      multiple_of: Only multiples of this are tried; by default, 8 for each of the parts into which
+        `sharding` divides the examples of a batch.
       fuse: As for `memory`.
       target: As for `memory`.
       sharding: As for `memory`.

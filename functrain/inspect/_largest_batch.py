@@ -38,8 +38,8 @@ def largest_batch(
       state: As for `memory`.
       step: As for `memory`.
       batch: A batch of any size to begin with. The first axis of all its leaves is the examples.
-      multiple_of: Sizes that do not divide by this are not tried; by default 8 for each of the
-        devices that share a batch.
+      multiple_of: Only multiples of this are tried; by default, 8 for each of the parts into which
+        `sharding` divides the examples of a batch.
       fuse: Steps per program; by default, what ``fuse="auto"`` would choose for each size.
       target: As for `memory`.
       sharding: As for `memory`.
@@ -50,8 +50,10 @@ def largest_batch(
       The number of examples; 0 if not even `multiple_of` fit.
 
     Raises:
-      ValueError: The memory of the device is not known: pass a target; or `multiple_of` is not a
-        multiple of the number of devices that share a batch.
+      ValueError: The memory of the device is not known: pass a target; `multiple_of` is not a
+        positive multiple of the number of these parts; or leaves of the batch differ in their
+        first axis. Otherwise as for `memory`.
+      TypeError: As for `memory`.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp
@@ -63,35 +65,42 @@ def largest_batch(
       (True, 0)
     """
     require_batch_shapes(batch)
-    shards = _shard_count(_placement.batch_sharding(sharding))
-    multiple_of = 8 * shards if multiple_of is None else multiple_of
+    parts = _part_count(_placement.batch_sharding(sharding))
+    multiple_of = 8 * parts if multiple_of is None else multiple_of
     require_integer("multiple_of", multiple_of)
-    expected = f"a multiple of {shards}, the number of devices that share a batch"
-    require(multiple_of % shards == 0, "multiple_of", expected, multiple_of)
-    examples = {x.shape[0] for x in jax.tree.leaves(batch)}
-    require(len(examples) == 1, "batch", "leaves with one first axis, the examples", batch)
-    count: int = max(1, examples.pop() // multiple_of)
+    expected = f"a multiple of {parts}, the number of parts into which sharding divides a batch"
+    require(multiple_of % parts == 0, "multiple_of", expected, multiple_of)
+    sizes = {x.shape[0] for x in jax.tree.leaves(batch)}
+    require(len(sizes) == 1, "batch", "leaves with one first axis, the examples", batch)
+    first_count: int = max(1, sizes.pop() // multiple_of)
 
     def fits(count: int) -> bool | None:
-        shapes = _resize(batch, count * multiple_of)
+        examples = count * multiple_of
+        shapes = _resize(batch, examples)
         needed = memory(
             state, step, shapes, fuse=fuse, target=target, sharding=sharding, donate=donate
         )
-        return _fits(needed, count * multiple_of, verbose)
+        return _report_fit(needed, examples, verbose)
 
-    return _largest_count(fits, count) * multiple_of
+    return _largest_count(fits, first_count) * multiple_of
 
 
-def _fits(needed: Memory, examples: int, verbose: bool) -> bool | None:
-    """Returns True if a batch fits into the memory of the device; None if no batch ever does."""
+def _report_fit(needed: Memory, examples: int, verbose: bool) -> bool | None:
+    """Returns True if a batch fits into the memory of the device; None if no batch ever does.
+
+    Prints a line if `verbose`.
+
+    Raises:
+      ValueError: The memory of the device is not known.
+    """
     if needed.chip is None:
         raise ValueError(
             "target: expected the devices, such as functrain.target('tpu:v5e'), got None. How "
             "much memory a CPU may use is unknown; functrain.target() allows all of it."
         )
     if verbose:
-        fits = "fits" if needed.fits else "does not fit"
-        print(f"{examples:,} examples: {format_bytes(needed.total)}, {fits}", flush=True)
+        verdict = "fits" if needed.fits else "does not fit"
+        print(f"{examples:,} examples: {format_bytes(needed.total)}, {verdict}", flush=True)
     # No batch fits beside a state that takes all of the memory.
     if needed.state + needed.original_state > needed.chip.memory_bytes:
         return None
@@ -107,10 +116,10 @@ def _largest_count(fits: Callable[[int], bool | None], count: int) -> int:
     """
     largest, too_large = 0, 0  # numbers that fit and do not fit; 0 as long as there is none
     while True:
-        is_fitting = fits(count)
-        if is_fitting is None:
+        count_fits = fits(count)
+        if count_fits is None:
             return 0
-        if is_fitting:
+        if count_fits:
             largest = count
         else:
             too_large = count
@@ -124,8 +133,11 @@ def _largest_count(fits: Callable[[int], bool | None], count: int) -> int:
             count = max(largest + 1, math.isqrt(largest * too_large))
 
 
-def _shard_count(sharding: NamedSharding | None) -> int:
-    """Returns the number of parts that the examples of a batch are divided into."""
+def _part_count(sharding: NamedSharding | None) -> int:
+    """Returns the number of parts that the examples of a batch are divided into.
+
+    Several devices hold the same part if the mesh has axes that do not divide the examples.
+    """
     if sharding is None:
         return 1
     examples = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
@@ -133,6 +145,7 @@ def _shard_count(sharding: NamedSharding | None) -> int:
 
 
 def _resize(batch: PyTree, examples: int) -> PyTree:
+    """Returns the shapes of a batch of another size."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((examples, *x.shape[1:]), x.dtype), _tree.shapes(batch)
     )

@@ -91,7 +91,7 @@ def test_sizes_divide_over_the_devices_that_share_a_batch() -> None:
     # Each of the two devices has half of the batch.
     alone = ft.inspect.largest_batch(STATE, step, batch(64), target=target, **options)
     assert 1.8 * alone < found < 2.2 * alone
-    expected = "multiple_of: expected a multiple of 2, the number of devices that share a batch"
+    expected = "multiple_of: expected a multiple of 2, the number of parts into which sharding"
     with pytest.raises(ValueError, match=expected):
         ft.inspect.largest_batch(
             STATE, step, batch(64), target=target, sharding=mesh, multiple_of=7
