@@ -25,13 +25,14 @@ class Loader(SeekableLoader):
     sought, as in `ArrayLoader`.
 
     Args:
-      loaders: An `ArrayLoader` for each of the N members, with the same number of examples and
-        the same batch size. With `drop_remainder`, only the dropped examples may differ in number.
+      loaders: An `ArrayLoader` for each of the N members, with the same number of examples, batch
+        size, `drop_remainder` and `placement`. With `drop_remainder`, the numbers of examples that
+        are dropped may differ.
 
     Raises:
       TypeError: One of them is not an `ArrayLoader`.
-      ValueError: There are no loaders, or one differs from the first in its number of batches,
-        batch size, structure, shapes or dtypes.
+      ValueError: There are no loaders, or one differs from the first in one of these settings, or
+        in the structure, shapes or dtypes of its batches.
 
     Examples:
       >>> import functrain as ft, numpy as np
@@ -62,7 +63,10 @@ class Loader(SeekableLoader):
         return _stack_parts([loader.batch(epoch, index) for loader in self.loaders], axis=0)
 
     def chunk(self, epoch: int, start: int, k: int, pad_to: int | None = None) -> PyTree:
-        """Returns K full batches, the first being number `start`: leaves `[K, N, B, ...]`."""
+        """Returns the K batches from number `start` on, stacked: leaves `[K, N, B, ...]`.
+
+        The last batch may be smaller: then K is 1. With `pad_to`, the result has so many rows.
+        """
         parts = [loader.chunk(epoch, start, k, pad_to) for loader in self.loaders]
         # Axis 1: a fused program scans over axis 0, the steps.
         return _stack_parts(parts, axis=1)

@@ -25,7 +25,8 @@ def select(population: PopulationState, values: Any, *, mode: str) -> Any:
 
     Returns:
       The state of one member, such as a `TrainState`, which ``bridge.to_keras`` accepts if it came
-      from a Keras model. ``np.nanargmin(values)`` is the index of the member.
+      from a Keras model. Its index is ``np.nanargmin(values)``, or with ``"max"``
+      ``np.nanargmax(values)``.
 
     Raises:
       ValueError: `values` does not have one value for each member, all are NaN, or `mode` is

@@ -55,15 +55,18 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
           stacked: A pytree of arrays `[N, ...]`, at least one.
 
         Raises:
-          ValueError: The leading axes of the leaves differ, or a leaf has none; the leaves are
-            named.
+          ValueError: There are no leaves, a leaf has no axis, or its first axis is not that of the
+            first leaf; these leaves are named.
         """
         leaves = jax.tree.leaves(stacked)
-        leading = jnp.shape(leaves[0])[:1] if leaves else ()
-        problems = _tree.format_leaves(stacked, lambda x: jnp.shape(x)[:1] != (leading or None))
-        expected = f"leaves [N, ...] with one leading axis, {leading}"
+        require(leaves, "stacked", "at least one leaf [N, ...]", stacked)
+        leading = jnp.shape(leaves[0])[:1]
+        problems = _tree.format_leaves(
+            stacked, lambda x: jnp.ndim(x) == 0 or jnp.shape(x)[:1] != leading
+        )
+        expected = "leaves [N, ...] whose first axis has the same size"
         advice = "functrain.population.stack(states) stacks states."
-        require_no_problems("stacked", problems if leaves else ["no leaves"], expected, advice)
+        require_no_problems("stacked", problems, expected, advice)
         return cls(stacked, jnp.ones(leading, bool))
 
     def __len__(self) -> int:
@@ -75,7 +78,7 @@ class PopulationState(flax.struct.PyTreeNode, eq=False):
         # ends at the first IndexError.
         require_population(self)
         count, i = len(self), operator.index(i)
-        expected = f"a number from 0 to {count - 1}"
+        expected = f"an index from {-count} to {count - 1}"
         require(-count <= i < count, "member", expected, i, error=IndexError)
         # Copied, since a program may consume the state of a member, or the population.
         return join(jax.tree.map(lambda x: x[i], self.states), _tree.copy(self.shared))
@@ -157,7 +160,7 @@ def create(
 
 
 def _warn_of_equal_params(states: PyTree) -> None:
-    """Warns if all members have the same params, and these are not just zeros or ones."""
+    """Warns if all members have the same params, unless each of these is filled with one number."""
     leaves = jax.tree.leaves([state.params for state in _tree.nodes(states, TrainState)])
     for leaf in leaves:
         if not _tree.is_readable(leaf) or len(leaf) < 2 or not jnp.all(leaf == leaf[:1]):
@@ -182,8 +185,7 @@ def stack(states: Sequence[PyTree], *, shared: str | Sequence[str] = ()) -> Popu
 
     Raises:
       ValueError: There are no states, or one differs from the first; the leaves that differ are
-        named. Or a pattern of `shared` matches no leaf, or one with other
-        values in another state.
+        named. Or a pattern of `shared` matches no leaf, or one with other values in another state.
 
     Examples:
       >>> import jax.numpy as jnp

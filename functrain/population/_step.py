@@ -31,7 +31,8 @@ def step(
 
     It is a step like any other: `fuse`, `run`, `fit` and `evaluate` accept it. Its logs and metrics
     have one value for each member: `[N]` for a step, `[steps, N]` in the history, and in files a
-    column or tag for each member, ``loss/0``, ``loss/1``, ... The logs of stopped members are NaN.
+    column or tag for each member, ``loss/0``, ``loss/1``, ... The floating-point logs of stopped
+    members are NaN.
 
     The values of a member are those it would have alone, except for the last bits where the
     compiler orders sums differently for many members. On CPU, they do not depend on how steps are

@@ -27,6 +27,18 @@ def test_members_of_another_structure_are_named_with_the_first_leaf_that_differs
     refused(ValueError, "at least one", P.stack, [])
 
 
+def test_an_index_out_of_range_is_refused_with_those_that_are_taken() -> None:
+    population = P.stack([1.0, 2.0])
+    assert float(population[-2]) == 1.0
+    with pytest.raises(IndexError, match="expected an index from -2 to 1, got -3"):
+        population[-3]
+
+
+def test_stacked_states_without_leaves_or_axes_are_refused() -> None:
+    refused(ValueError, r"stacked: expected at least one leaf .*got \{\}", P.PopulationState.of, {})
+    refused(ValueError, "whose first axis .*\n  a: float", P.PopulationState.of, {"a": 1.0})
+
+
 def test_hyperparameters_of_different_lengths_are_refused_before_a_state_is_made() -> None:
     def never(key):
         raise AssertionError
