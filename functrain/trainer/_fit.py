@@ -1,7 +1,7 @@
 """fit: a training loop with epochs, evaluation, progress and a history."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Generic, Literal, NamedTuple
 
 import jax
@@ -11,6 +11,7 @@ from functrain.common import _repr
 from functrain.common._checks import require_one_of
 from functrain.common._types import StateT, Step, traits_of
 from functrain.data._adapt import as_batches
+from functrain.data._epochs_of_steps import EpochsOfSteps
 from functrain.engine import _placement
 from functrain.engine._plan import FuseArg
 from functrain.engine._position import Position
@@ -198,21 +199,9 @@ def fit(
     receivers = [recorder.logs, runner.logs]
     loop = Loop(state, step, arguments, receivers=receivers, saving=saving, signals=signals)
     first_position = loop.position
-
-    def warn_of_losses() -> None:
-        # TerminateOnNaN gives its own warning.
-        if not any(isinstance(hook, TerminateOnNaN) for hook in runner.unscheduled()):
-            recorder.losses.warn(
-                by_epochs=steps is None,
-                epochs_before=arguments.batches.epochs_before,
-                active=loop.state.active if is_population else None,
-            )
-
-    # Members of a population may diverge later, and the end of the fit names all of them.
-    end_epoch = (lambda: None) if is_population else warn_of_losses
     try:
         with signals:
-            _handle_events(loop, runner, recorder, verbose, end_epoch)
+            _handle_events(loop, runner, recorder, verbose)
     except BaseException as error:
         if loop.position != first_position:
             _attach_result(error, loop, recorder)
@@ -222,18 +211,12 @@ def fit(
                 place = f"step {saved_step}: {checkpointer.directory}"
                 error.add_note(f"The same call of fit resumes after {place}")
         raise
-    warn_of_losses()
+    _warn_of_losses(loop, runner, recorder)
     return FitResult(loop.state, recorder.history())
 
 
-def _handle_events(
-    loop: Loop,
-    runner: HookRunner,
-    recorder: Recorder,
-    verbose: Verbose,
-    end_epoch: Callable[[], None],
-) -> None:
-    """Calls hooks, recorder and progress report with the events of a run, and ends its epochs."""
+def _handle_events(loop: Loop, runner: HookRunner, recorder: Recorder, verbose: Verbose) -> None:
+    """Calls hooks, recorder and progress report with the events of a run."""
     progress: ProgressReport | None = None
     # Of several processes, only one reports.
     if verbose != 0 and jax.process_index() == 0:
@@ -254,8 +237,21 @@ def _handle_events(
             recorder.after(event)
             if progress is not None:
                 progress(event, recorder)
-            if isinstance(event, EpochEnd):
-                end_epoch()
+            # Members of a population may diverge later, and the end of the fit names all of them.
+            if isinstance(event, EpochEnd) and not traits_of(loop.step).is_population:
+                _warn_of_losses(loop, runner, recorder)
+
+
+def _warn_of_losses(loop: Loop, runner: HookRunner, recorder: Recorder) -> None:
+    """Warns of losses that are not finite, once, unless a hook does it."""
+    if any(isinstance(hook, TerminateOnNaN) for hook in runner.unscheduled()):
+        return
+    is_population = traits_of(loop.step).is_population
+    recorder.losses.warn(
+        by_epochs=not isinstance(loop.batches, EpochsOfSteps),
+        epochs_before=loop.batches.epochs_before,
+        active=loop.state.active if is_population else None,
+    )
 
 
 def _attach_result(error: BaseException, loop: Loop, recorder: Recorder) -> None:

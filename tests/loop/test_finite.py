@@ -66,6 +66,12 @@ def test_a_loss_that_is_not_finite_is_told_at_the_end_of_its_epoch() -> None:
     assert int(error.value.fit_result.state) == 40  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("how", [{"steps": 60}, {"epochs": 2, "steps_per_epoch": 30}])
+def test_no_batch_is_named_where_an_epoch_is_not_a_pass_over_the_data(how: dict[str, int]) -> None:
+    with pytest.warns(UserWarning, match=r"first in step 36\. functrain\.inspect"):
+        ft.fit(jnp.zeros(()), step, loader(35), verbose=0, **how)
+
+
 def test_the_epoch_of_the_loader_is_named_where_the_state_had_taken_steps() -> None:
     data = np.arange(40, dtype=np.float32)
     data[5] = np.nan
