@@ -59,11 +59,16 @@ class Resumed:
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
     data: Any = None
 
-    def describe(self) -> str:
-        """Returns a line about the position at which the run resumes, for the user."""
+    def describe(self, *, has_epochs: bool = True) -> str:
+        """Returns a line about the position at which the run resumes, for the user.
+
+        Args:
+          has_epochs: False if the training is not divided into epochs.
+        """
         steps = f"{self.position.step:,} steps"
         if not self.finished:
-            return f"resuming after {steps}, in epoch {self.position.epoch + 1}: {self.directory}"
+            epoch = f", in epoch {self.position.epoch + 1}" if has_epochs else ""
+            return f"resuming after {steps}{epoch}: {self.directory}"
         end, advice = f"after {steps}", "To continue, pass more epochs or steps"
         if self.stopped:
             end = f"stopped early after {steps}"

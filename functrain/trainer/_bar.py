@@ -1,9 +1,11 @@
 """A progress bar in a terminal or in a cell of a notebook."""
 
 import html
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -11,7 +13,43 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Column
+from rich.table import Column, Table
+from rich.text import Text
+
+
+def fill_lines(texts: Sequence[str], width: int, indent: int) -> list[str]:
+    """Returns texts in lines of a width, which break between two texts, and not within a text.
+
+    Examples:
+      >>> fill_lines(["epoch 1/2", "loss 0.5", "accuracy 0.9"], width=24, indent=4)
+      ['epoch 1/2  loss 0.5', '    accuracy 0.9']
+    """
+    first, *others = texts
+    lines = [first]
+    for text in others:
+        longer = f"{lines[-1]}  {text}"
+        if cell_len(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(" " * indent + text)
+    return lines
+
+
+class _BarWithValues(Progress):
+    """A bar with values beside it; those that do not fit into its line are below it."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        """Yields the line of the bar, and the lines below it."""
+        # rich asks for them when there is no task yet, too.
+        for task in self.tasks:
+            bar, values = self.make_tasks_table([task]), task.fields["values"].split("  ")
+            bar_width, indent = self.console.measure(bar).maximum, cell_len(task.description) + 2
+            # The spaces stand for the bar, which is not a text.
+            first, *others = fill_lines([" " * bar_width, *values], self.console.width, indent)
+            line = Table.grid(padding=(0, 2))
+            line.add_row(bar, Text(first.lstrip(" "), no_wrap=True))
+            yield line
+            yield from map(Text, others)
 
 
 class Bar:
@@ -30,11 +68,10 @@ class Bar:
             MofNCompleteColumn(table_column=no_wrap),
             TimeRemainingColumn(elapsed_when_finished=True, table_column=no_wrap),
         )
-        self._progress = Progress(
+        self._progress = _BarWithValues(
             TextColumn("{task.description}", markup=False, table_column=no_wrap),
             BarColumn(bar_width=12, table_column=no_wrap),
             *self._counts,
-            TextColumn("{task.fields[values]}", markup=False, table_column=Column()),
             console=console,
             refresh_per_second=5,
         )

@@ -199,9 +199,10 @@ def fit(
     receivers = [recorder.logs, runner.logs]
     loop = Loop(state, step, arguments, receivers=receivers, saving=saving, signals=signals)
     first_position = loop.position
+    total_steps = steps if steps_per_epoch is None else None
     try:
         with signals:
-            _handle_events(loop, runner, recorder, verbose)
+            _handle_events(loop, runner, recorder, verbose, total_steps)
     except BaseException as error:
         if loop.position != first_position:
             _attach_result(error, loop, recorder)
@@ -215,13 +216,20 @@ def fit(
     return FitResult(loop.state, recorder.history())
 
 
-def _handle_events(loop: Loop, runner: HookRunner, recorder: Recorder, verbose: Verbose) -> None:
+def _handle_events(
+    loop: Loop, runner: HookRunner, recorder: Recorder, verbose: Verbose, total_steps: int | None
+) -> None:
     """Calls hooks, recorder and progress report with the events of a run."""
     progress: ProgressReport | None = None
     # Of several processes, only one reports.
     if verbose != 0 and jax.process_index() == 0:
         progress = ProgressReport(
-            loop.epochs, loop.batches.steps, verbose, loop.position, resumed=loop.resumed
+            loop.epochs,
+            loop.batches.steps,
+            verbose,
+            loop.position,
+            resumed=loop.resumed,
+            total_steps=total_steps,
         )
     report = progress or contextlib.nullcontext()
     # The hooks of a finished fit have handled its end, and their values are in its history.

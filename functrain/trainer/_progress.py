@@ -1,7 +1,6 @@
 """A progress bar in a terminal or notebook, plain lines elsewhere."""
 
 import collections
-import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
@@ -15,12 +14,12 @@ from functrain.engine import _times
 from functrain.engine._position import Position
 from functrain.loop._events import ChunkEnd, EpochEnd, Event
 from functrain.loop._resuming import Resumed
-from functrain.trainer._bar import Bar
+from functrain.trainer._bar import Bar, fill_lines
 from functrain.trainer._recorder import Recorder
 
 Verbose: TypeAlias = Literal["auto", "bar", "lines"] | int
 
-# The bar is updated at most this often.
+# The bar is updated at most once in this time.
 REFRESH_SECONDS = 0.2
 
 
@@ -38,6 +37,7 @@ class ProgressReport:
       start: The position at which the fit starts or resumes.
       console: The console to write to; standard output by default.
       resumed: The checkpoint that the fit resumes from, if any, which is reported first.
+      total_steps: The number of steps of a training that is not divided into epochs; else None.
     """
 
     def __init__(
@@ -49,24 +49,27 @@ class ProgressReport:
         console: Console | None = None,
         *,
         resumed: Resumed | None = None,
+        total_steps: int | None = None,
     ) -> None:
         self._resumed = resumed
         self._console = console or Console()
         is_interactive = self._console.is_terminal or self._console.is_jupyter
         self._shows_bar = is_interactive if verbose == "auto" else verbose in ("bar", 1)
         self._epochs = epochs
-        self._total = steps_per_epoch
+        self._has_epochs = total_steps is None
+        self._total = steps_per_epoch if total_steps is None else total_steps
         self._bar: Bar | None = None
         self._metrics: PyTree = {}
         self._refresh_time = 0.0
         self._seconds: _times.Seconds = collections.defaultdict(float)
-        self._begin(start.epoch, start.batch)
+        # A training that was continued with more steps may be in a later epoch.
+        self._begin(start.epoch, start.batch if self._has_epochs else start.step)
 
     def __enter__(self) -> Self:
         """Reports the checkpoint that is resumed, and shows the bar, if any."""
         _times.ask(self._seconds)
         if self._resumed:
-            self._print(self._resumed.describe())
+            self._print(self._resumed.describe(has_epochs=self._has_epochs))
         if self._shows_bar and not (self._resumed and self._resumed.finished):
             self._show()
         return self
@@ -108,7 +111,7 @@ class ProgressReport:
             self._bar.update(total=self._steps, completed=self._steps, values=text)
         line = f"{self._title}  {self._steps} steps  {text}"
         if self._bar is None or self._bar.remove():
-            self._print(self._in_lines(line) if self._shows_bar else line)
+            self._print(self._fit_to_console(line) if self._shows_bar else line)
         self._bar = None
         self._begin(event.epoch + 1)
         # The bar of the next epoch is shown at once, unless this epoch was the last.
@@ -119,16 +122,13 @@ class ProgressReport:
         # Without soft_wrap, rich would break lines at the console's width, also in a log file.
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _in_lines(self, text: str) -> str:
-        """Returns a text in lines as wide as the console, which break between two values."""
-        # In place of the spaces within values, which must not become line breaks.
-        joined = text.replace("  ", "\n").replace(" ", "\0").replace("\n", "  ")
-        indent = " " * (len(self._title) + 2)
-        lines = textwrap.wrap(joined, self._console.width, subsequent_indent=indent)
-        return "\n".join(lines).replace("\0", " ")
+    def _fit_to_console(self, line: str) -> str:
+        """Returns a line as several that are as wide as the console; they break between values."""
+        indent = len(self._title) + 2
+        return "\n".join(fill_lines(line.split("  "), self._console.width, indent))
 
     def _begin(self, epoch: int, steps: int = 0) -> None:
-        self._title = f"epoch {epoch + 1}/{self._epochs}"
+        self._title = f"epoch {epoch + 1}/{self._epochs}" if self._has_epochs else "training"
         # The steps may include those before a checkpoint. The rate counts those of this process.
         self._steps, self._examples, self._unit = steps, 0, "steps"
         self._metrics = {}

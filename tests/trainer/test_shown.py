@@ -2,6 +2,7 @@
 
 import base64
 import io
+import pathlib
 import re
 import sys
 import types
@@ -14,6 +15,7 @@ from PIL import Image
 from rich.console import Console
 
 import functrain as ft
+from functrain.trainer._bar import Bar
 from functrain.trainer._progress import ProgressReport
 from functrain.trainer._recorder import Recorder
 
@@ -48,6 +50,46 @@ def test_the_bar_of_an_epoch_becomes_lines_with_all_values_in_any_width(width) -
     assert len(finished) == {60: 3, 80: 2, 160: 1}[width]
     assert "…" not in stream.getvalue()
     assert all(len(line.split("\r")[-1]) <= width for line in lines)
+
+
+@pytest.mark.parametrize(("width", "count"), [(60, 5), (80, 3), (120, 2), (240, 1)])
+def test_values_that_do_not_fit_beside_a_bar_are_whole_below_it(width: int, count: int) -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=width, color_system=None)
+    values = ["12,345 examples/s", "loss 0.5123", "accuracy 0.9123", "gradient_norm 1.234"]
+    values += ["skipped 0", "skipped_in_a_row 0", "top_5_accuracy 0.9911", "learning_rate 0.001"]
+    bar = Bar(console, "epoch 3/10", 30000, 1234)
+    stream.truncate(0)
+    bar.update(values="  ".join(values))
+    bar.stop()
+    last = stream.getvalue().split("\x1b[2K")[-1]
+    lines = re.sub(r"\x1b\[[0-9?]*[a-zA-Z]", "", last).strip().split("\n")
+    assert len(lines) == count
+    assert all(any(value in line for line in lines) for value in values)
+    assert all(len(line) <= width for line in lines)
+
+
+def test_a_training_without_epochs_shows_its_steps(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for steps in (6, 10):
+        saves = ft.Checkpointer(tmp_path)
+        how = {"steps": steps, "checkpointer": saves, "fuse": 2}
+        ft.fit(0.0, step, [jnp.ones(2)] * 3, verbose="lines", **how)
+    ended, resumed, went_on = capsys.readouterr().out.splitlines()
+    assert ended.startswith("training  6 steps  ")
+    assert resumed == f"resuming after 6 steps: {tmp_path}"
+    assert went_on.startswith("training  10 steps  ")
+
+
+def test_the_bar_of_a_training_without_epochs_counts_all_of_its_steps() -> None:
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, color_system=None)
+    start = ft.Position(step=6, epoch=1)
+    with ProgressReport(2, 4, "bar", start, console, total_steps=10):
+        pass
+    assert "training" in stream.getvalue()
+    assert re.findall(r"(\d+/\d+)", stream.getvalue())[-1] == "6/10"
 
 
 def test_a_run_that_ends_early_leaves_the_bar_where_it_was() -> None:
