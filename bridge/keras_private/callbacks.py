@@ -1,6 +1,7 @@
 """The state of Keras's own callbacks, and the batches at which they act."""
 
 import os
+import traceback
 from typing import Any
 
 import keras
@@ -34,6 +35,18 @@ def state(callback: Any) -> dict[str, Any]:
         # The function itself cannot be saved, and `restore` can make it again.
         saved["compares"] = True
     return saved
+
+
+def callback_without_mode(error: ValueError) -> Any:
+    """Returns the callback that asks for a mode in this error; None for any other error.
+
+    Compares the function that raised the error with `MonitorCallback._set_monitor_op`; checked with
+    Keras 3.15.1. Without it the advice about a misspelled metric would be added to errors of users'
+    own callbacks, too.
+    """
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    asks_for_mode = frame.f_code is keras.callbacks.EarlyStopping._set_monitor_op.__code__
+    return frame.f_locals["self"] if asks_for_mode else None
 
 
 def has_state(callback: Any) -> bool:

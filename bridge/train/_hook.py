@@ -259,7 +259,7 @@ class KerasHook:
         losses = jax.tree.leaves(self.logs.get("loss"))
         if not (self._has_warned or all(np.isfinite(np.asarray(loss)).all() for loss in losses)):
             self._warn_of_loss(event.epoch)
-        with _monitor_notes(flat(self.callbacks), self.logs):
+        with _monitor_notes(self.logs):
             self.callbacks.on_epoch_end(event.epoch, self.logs)
         # The checkpointer chooses the best epoch by these values.
         event.values |= {name: float(x) for name, x in self.logs.items() if is_number(x)}
@@ -316,13 +316,12 @@ class KerasHook:
 
 
 @contextlib.contextmanager
-def _monitor_notes(callbacks: list[Any], logs: dict[str, Any]) -> Iterator[None]:
+def _monitor_notes(logs: dict[str, Any]) -> Iterator[None]:
     """Context manager: tells of a monitored value that is missing, for which Keras asks a mode."""
     try:
         yield
     except ValueError as error:
-        monitored = [x.monitor for x in callbacks if isinstance(getattr(x, "monitor", None), str)]
-        for name in monitored:
-            if name not in logs:
-                error.add_note(f"monitor: expected one of {sorted(logs)}, got {name!r}.")
+        callback = keras_private.callbacks.callback_without_mode(error)
+        if callback is not None and callback.monitor not in logs:
+            error.add_note(f"monitor: expected one of {sorted(logs)}, got {callback.monitor!r}.")
         raise

@@ -5,6 +5,7 @@ from bridge import keras_private  # isort: skip  # before keras: it chooses the 
 from unittest import mock
 
 import keras
+import pytest
 
 from tests.bridge.keras_private.models import compiled
 
@@ -65,6 +66,17 @@ def test_what_keras_callbacks_remember_is_named_in_the_table(tmp_path):
         assert set(keras_private.callbacks.state(callback).values()) == {7}
         assert found.keys() == keras_private.callbacks.state(callback).keys()
     assert keras_private.callbacks.state(keras.callbacks.TerminateOnNaN()) == {}
+
+
+def test_the_callback_that_asks_for_a_mode_is_that_of_the_error():
+    stop = keras.callbacks.EarlyStopping("unknown")
+    stop.set_model(compiled())
+    with pytest.raises(ValueError, match="Pass `mode='max'`") as error:
+        stop.on_epoch_end(0, {})
+    assert keras_private.callbacks.callback_without_mode(error.value) is stop
+    with pytest.raises(ValueError, match="mode") as error:
+        raise ValueError("another mode")
+    assert keras_private.callbacks.callback_without_mode(error.value) is None
 
 
 def test_callbacks_of_a_class_are_told_apart_by_their_value_and_file(tmp_path):
