@@ -84,6 +84,16 @@ def variable_attributes(optimizer: Any) -> dict[int, str]:
     return names
 
 
+def is_of_other_variables(error: ValueError) -> bool:
+    """Returns True for the error of an optimizer that was built for fewer or more variables.
+
+    Reads the message of `Optimizer.stateless_apply`, which is inside another one if the optimizer
+    is in a LossScaleOptimizer; checked with Keras 3.15.1. Without it the user reads of an argument
+    of a method that they have not called.
+    """
+    return "whereas the optimizer was built with" in str(error)
+
+
 @contextlib.contextmanager
 def atomic_build(optimizer: Any) -> Iterator[None]:
     """Context manager for a build: delays Ctrl-C, and undoes a build that raises an exception.

@@ -107,8 +107,8 @@ def _optimizer(model: Any, opt_state: PyTree) -> Any:
 
 def _no_common_state(optimizer: Any) -> OptimizerMismatchError:
     return OptimizerMismatchError(
-        f"{type(optimizer).__name__} cannot hold this state of optax. Known are the states of "
-        "bridge.optimizer(model.optimizer), and of the tx of a bridge.OptaxOptimizer"
+        f"{type(optimizer).__name__} cannot hold this state of optax, only that of "
+        "bridge.optimizer(model.optimizer); an OptaxOptimizer holds the states of its tx"
     )
 
 
@@ -136,7 +136,7 @@ def _pairs(
     except KeyError as error:
         raise OptimizerMismatchError(
             f"the optimizer {optimizer.name!r} was built for other variables than the model "
-            "trains now. If layers were frozen or unfrozen, compile the model again"
+            "trains now. If layers were frozen or unfrozen, compile the model again, with a new one"
         ) from error
     roles = _roles(opt_state, optimizer, {path: i for i, path in enumerate(params)})
     # A frozen param lacks all of its slots. If a param lacks only some, or if all params lack all,

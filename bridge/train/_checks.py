@@ -29,7 +29,7 @@ from functrain.internal import (
 from functrain.internal import tree as _tree
 
 # Labels that are compared with the number of classes: enough to find a mistake, quick to read.
-_LABELS = 100_000
+_MAX_LABELS = 100_000
 # The arguments that are whole numbers.
 _COUNTS = ("batch_size", "steps", "steps_per_epoch", "validation_steps", "validation_batch_size")
 _RATE_SETTERS = (keras.callbacks.ReduceLROnPlateau, keras.callbacks.LearningRateScheduler)
@@ -55,8 +55,9 @@ def _require_model(model: Any) -> None:
     cls = type(model)
     # Of a class that prepares data in these methods, that part of them is called.
     base = keras_private.trainer.preparing_class(model) or keras.Model
-    # Keras calls make_train_function and make_test_function in its own loops only.
-    methods = ("fit", "evaluate", "predict", "make_train_function", "make_test_function")
+    # Keras calls the functions that make its compiled steps in its own loops only.
+    loops = ("fit", "evaluate", "predict")
+    methods = (*loops, *(f"make_{kind}_function" for kind in ("train", "test", "predict")))
     overridden = [name for name in methods if getattr(cls, name) is not getattr(base, name)]
     # A layer with a trainer mixed in has these methods from another class than keras.Model.
     if overridden and isinstance(model, keras.Model):
@@ -246,7 +247,7 @@ def warn_of_labels(model: keras.Model, y: Any) -> None:
     is_array = isinstance(y, np.ndarray) and y.ndim and y.dtype.kind in "iu" and is_cheap_to_read(y)
     if not is_array or not isinstance(classes, int) or settings.get("axis", -1) != -1:
         return
-    labels = y[:_LABELS]
+    labels = y[:_MAX_LABELS]
     is_wrong = ((labels < 0) | (labels >= classes)) & (labels != settings.get("ignore_class"))
     if is_wrong.any():
         warn(

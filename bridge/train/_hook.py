@@ -175,7 +175,9 @@ class KerasHook:
             self.batches.data.before_fetch = None
             last = run.last_complete_state()
             if self.values.restore(None if last is None else last[0]):
-                self._finalize()
+                # What ended the run is raised, not an error that follows from it.
+                with contextlib.suppress(Exception):
+                    self._finalize()
             elif failure is not None:
                 failure.add_note(
                     "The program that failed had consumed the model's values. Load its weights "

@@ -42,7 +42,8 @@ def train_step(model: keras.Model) -> Step[KerasState]:
 
     Raises:
       TypeError: `model` is not a keras.Model.
-      ValueError: `model` is not compiled, or a layer has ``stateful=True``.
+      ValueError: `model` is not compiled, or an RNN has ``stateful=True``. From the step: the
+        optimizer was built for other variables than the model trains now.
 
     Examples:
       >>> import bridge, functrain as ft, keras, numpy as np
@@ -62,6 +63,16 @@ def test_step(model: keras.Model) -> Step[KerasState]:
     """Returns the model's own `test_step`, overridden or not, as a functrain step.
 
     It is used as `train_step` is, and leaves the optimizer's variables unchanged.
+
+    Args:
+      model: A compiled model.
+
+    Returns:
+      ``step(state: KerasState, batch) -> (state, logs)``.
+
+    Raises:
+      TypeError: `model` is not a keras.Model.
+      ValueError: `model` is not compiled, or an RNN has ``stateful=True``.
 
     Examples:
       >>> import bridge, jax, keras, numpy as np
@@ -142,7 +153,8 @@ class KerasStep(StepTraits):
         old = (state.trainable, state.non_trainable, state.optimizer, state.metrics)
         with _hidden_values(self.model):
             if self.kind == "train":
-                logs, new = self.model.train_step(old, batch)
+                with _optimizer_errors(self.model):
+                    logs, new = self.model.train_step(old, batch)
             else:
                 tested = (state.trainable, state.non_trainable, state.metrics)
                 logs, (trainable, non_trainable, metrics) = self.model.test_step(tested, batch)
@@ -191,6 +203,21 @@ def _hidden_values(model: keras.Model) -> Iterator[None]:
             f"that made {', '.join(new_paths)}: a layer is called for the first time where "
             "training=True. Call model(x, training=True) once, and compile it again."
         )
+
+
+@contextlib.contextmanager
+def _optimizer_errors(model: keras.Model) -> Iterator[None]:
+    """Context manager: says what to do if the optimizer was built for other variables."""
+    try:
+        yield
+    except ValueError as error:
+        if not keras_private.optimizers.is_of_other_variables(error):
+            raise
+        raise ValueError(
+            f"optimizer: expected one that was built for the variables that {model.name!r} trains "
+            "now, got one that was built for others. Freezing or unfreezing layers and enable_lora "
+            "change these variables. Call model.compile(...) again, with a new optimizer."
+        ) from error
 
 
 def _cast_like(old: Variables, new: Variables) -> Variables:

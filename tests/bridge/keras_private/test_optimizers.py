@@ -58,6 +58,18 @@ def test_backend_apply_gradients_is_called_once_with_all_that_have_gradients():
     assert int(spy.iterations) == 1
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_an_optimizer_refuses_another_number_of_variables_than_it_was_built_for(is_scaled):
+    optimizer, (one, other) = keras.optimizers.SGD(), [keras.Variable(0.0) for _ in range(2)]
+    optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if is_scaled else optimizer
+    optimizer.build([one])
+    slots, values = ([v.value for v in x] for x in (optimizer.variables, (one, other)))
+    with pytest.raises(ValueError, match="was built with 1 variables") as error:
+        optimizer.stateless_apply(slots, values, values)
+    assert keras_private.optimizers.is_of_other_variables(error.value)
+    assert not keras_private.optimizers.is_of_other_variables(ValueError("another"))
+
+
 def test_an_optimizer_is_unbuilt_after_a_build_that_failed():
     weights = [keras.Variable(np.zeros(3, np.float32)), keras.Variable(np.zeros(2, np.float32))]
     optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())

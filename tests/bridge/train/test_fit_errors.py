@@ -85,6 +85,36 @@ def test_a_monitored_value_that_no_epoch_has_is_noted_with_those_that_it_has() -
     assert note in error.value.__notes__
 
 
+def test_an_error_of_a_callback_of_the_user_has_no_note_of_a_missing_value() -> None:
+    def fail(epoch: int, logs: Any) -> None:
+        raise ValueError("the user's own")
+
+    # Nothing is evaluated, and a val_loss is missing.
+    callbacks = [keras.callbacks.LambdaCallback(on_epoch_end=fail), keras.callbacks.EarlyStopping()]
+    with pytest.raises(ValueError, match="the user's own") as error:
+        bridge.fit(compiled(), X, Y, callbacks=callbacks, verbose=0)
+    assert not any("monitor" in note for note in getattr(error.value, "__notes__", []))
+
+
+@pytest.mark.parametrize("name", ["adam", "loss_scale", "multi"])
+def test_other_trained_variables_than_those_of_the_optimizer_are_named(name: str) -> None:
+    optimizers = {
+        "adam": keras.optimizers.Adam(use_ema=True),
+        "loss_scale": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()),
+        "multi": keras.optimizers.MultiOptimizer(
+            keras.optimizers.OptimizerMap(keras.optimizers.Adam())
+        ),
+    }
+    model = compiled(optimizer=optimizers[name])
+    bridge.fit(model, X, Y, verbose=0)
+    model.layers[0].enable_lora(2)
+    with pytest.raises(ValueError, match=r"^optimizer: expected one that was built") as error:
+        bridge.fit(model, X, Y, verbose=0)
+    assert "model.compile(" in str(error.value)
+    model.compile("adam", "mse")
+    bridge.fit(model, X, Y, verbose=0)
+
+
 def test_tensorboard_without_tensorflow_is_refused_with_the_callback_that_works(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
@@ -99,9 +129,13 @@ def test_an_overridden_loop_is_told_that_it_is_not_run() -> None:
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             raise AssertionError("not called")
 
+        def make_predict_function(self, force: bool = False) -> Any:
+            raise AssertionError("not called")
+
     model = Own([keras.Input((4,)), layers.Dense(4)])
     model.compile("adam", "mse")
-    with pytest.warns(UserWarning, match="Own overrides evaluate, which bridge.fit") as caught:
+    words = "Own overrides evaluate, make_predict_function, which bridge.fit"
+    with pytest.warns(UserWarning, match=words) as caught:
         bridge.fit(model, X, Y, validation_data=(X, Y), verbose=0)
     assert caught[0].filename == __file__
 
