@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from keras.src.utils.python_utils import pythonify_logs
 
+from bridge.keras_private.layers import all_layers
 from bridge.keras_private.optimizers import atomic_build
 from functrain.internal import error_notes
 
@@ -62,16 +63,13 @@ def target_notes(*, has_targets: bool) -> Iterator[None]:
 
 
 def build_from(model: keras.Model, epochs: Any) -> None:
-    """Builds what is not built for the first batch of `epochs`, and resets them to their start.
-
-    Calls `Layer._flatten_layers`; checked with Keras 3.15.1.
-    """
+    """Builds what is not built for the first batch of `epochs`, and resets them to their start."""
 
     def of_jax(item: Any) -> Any:
         return jax.tree.map(_with_dtype_of_jax, epochs.batch_of(item))
 
     try:
-        if not (is_built(model) and all(layer.built for layer in model._flatten_layers())):
+        if not (is_built(model) and all(layer.built for layer in all_layers(model))):
             # Keras needs arrays for their shapes, and rows of arrays have not been taken yet.
             batches = ((begin, end, map(of_jax, items)) for begin, end, items in epochs)
             x, y, _ = epochs.given

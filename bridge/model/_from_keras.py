@@ -11,7 +11,7 @@ import keras
 
 from bridge import keras_private
 from bridge.model import _scope, _variables
-from bridge.model._pure_layers import warn_of_frozen
+from bridge.model._pure_layers import warn_of_python_layers
 from functrain import Model, ModelOutput
 from functrain.internal import PyTree, require, require_instance
 from functrain.internal import tree as _tree
@@ -63,7 +63,7 @@ def from_keras(model: keras.Layer) -> Model:
       (4, 2)
     """
     require_built(model)
-    warn_of_frozen(model)
+    warn_of_python_layers(model)
 
     def init(key: jax.Array, inputs: PyTree, /) -> tuple[PyTree, PyTree]:
         del key, inputs

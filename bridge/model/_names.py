@@ -8,6 +8,9 @@ from typing import Any, TypeAlias
 
 Path: TypeAlias = tuple[str, ...]
 
+_NUMBER = re.compile(r"_(\d+)(?=_|$)")
+_NUMBER_AT_END = re.compile(r"_(\d+)$")
+
 
 def keys(parent: Any, members: Iterable[Any]) -> list[str]:
     """Returns unique keys for the members of a layer or metric.
@@ -32,7 +35,7 @@ def keys(parent: Any, members: Iterable[Any]) -> list[str]:
     attributes = dict(_attribute_names(parent))
     unique_keys: list[str] = []
     for member in members:
-        unique_keys.append(free(_key(member, attributes), unique_keys))
+        unique_keys.append(unused_name(_key(member, attributes), unique_keys))
     return unique_keys
 
 
@@ -47,11 +50,11 @@ def _key(member: Any, attributes: dict[int, str]) -> str:
     return str(member.name).replace("/", ">")
 
 
-def free(name: str, used: Collection[str]) -> str:
+def unused_name(name: str, used: Collection[str]) -> str:
     """Returns an unused name: the given one, or the first unused of `name_1`, `name_2`, ...
 
     Examples:
-      >>> free("dense", {"dense", "dense_1"})
+      >>> unused_name("dense", {"dense", "dense_1"})
       'dense_2'
     """
     numbered = (f"{name}_{i}" for i in itertools.count(1))
@@ -142,15 +145,9 @@ def stable_paths(paths: Iterable[Path], classes: Collection[str]) -> dict[Path, 
     return {tuple(stable_name(path[:i], x) for i, x in enumerate(path)): path for path in paths}
 
 
-_NUMBER_AT_END = re.compile(r"_(\d+)$")
-
-
 def _number_at_end(name: str) -> int:
     match = _NUMBER_AT_END.search(name)
     return int(match[1]) if match else 0
-
-
-_NUMBER = re.compile(r"_(\d+)(?=_|$)")
 
 
 def _numbers(name: str) -> list[int]:

@@ -26,13 +26,13 @@ def may_be_compiled(layer: keras.Layer) -> bool:
     return type(layer) in _PURE or type(layer) not in _KERAS_CLASSES
 
 
-def warn_of_frozen(model: keras.Layer) -> None:
+def warn_of_python_layers(model: keras.Layer) -> None:
     """Warns of layers that do something in Python, which happens once in a compiled step."""
     names: set[str] = set()
     for layer in keras_private.layers.all_layers(model):
         # By exact class: a subclass may do anything. AugMix draws from Python's `random`.
-        is_frozen = not layer.supports_jit and type(layer) not in _PURE
-        if is_frozen or type(layer) is layers.AugMix:
+        runs_python = not layer.supports_jit and type(layer) not in _PURE
+        if runs_python or type(layer) is layers.AugMix:
             names.add(type(layer).__name__)
     if names:
         warn(

@@ -11,7 +11,7 @@ import optax
 
 from bridge import keras_private
 from bridge.model._functions import find_function, name_of
-from bridge.model._names import Path, free
+from bridge.model._names import Path, unused_name
 from bridge.model._variables import arrays, get_at, nest
 from bridge.optim import _plain_data
 from bridge.optim._schedules import schedule
@@ -22,8 +22,12 @@ from functrain.internal import tree as _tree
 _OWNER = "bridge.OptaxOptimizer"
 # Settings of Keras's updates, which a transformation does not use.
 _KERAS_SETTINGS = {
-    *("weight_decay", "clipnorm", "global_clipnorm", "clipvalue"),
-    *("use_ema", "gradient_accumulation_steps"),
+    "weight_decay",
+    "clipnorm",
+    "global_clipnorm",
+    "clipvalue",
+    "use_ema",
+    "gradient_accumulation_steps",
 }
 _NUMBER = int | float | jax.Array | np.number | np.ndarray
 
@@ -82,9 +86,10 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
       opt_state: The optax state of the transformation; read only.
 
     Raises:
-      TypeError: `tx` is neither a transformation nor a function. When the optimizer is built,
-        before the first step: its update needs more than gradients and params, like those of
-        L-BFGS, `polyak_sgd`, `momo`, `sophia` and `optax.contrib.sam` in its opaque mode.
+      TypeError: `tx` is neither a transformation nor a function.
+      TypeError or ValueError: (when the optimizer is built, before the first step) its update needs
+        more than gradients and params, like those of L-BFGS, `polyak_sgd`, `momo`, `sophia` and
+        `optax.contrib.sam` in its opaque mode.
       ValueError: (when the model is saved) a function has no name that a file can contain.
 
     Examples:
@@ -151,7 +156,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         paths: list[Path] = []
         for *layers, name in keras_paths:
             siblings = {path[-1] for path in (*used, *paths) if list(path[:-1]) == layers}
-            paths.append((*layers, free(name, siblings)))
+            paths.append((*layers, unused_name(name, siblings)))
         saved = [(path[-1], tuple(shape)) for path, shape in self._saved_paths]
         if saved == [(v.path.split("/")[-1], tuple(v.shape)) for v in trained]:
             paths = [tuple(path) for path, _ in self._saved_paths]
@@ -182,7 +187,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
         """Sets an attribute; raises ValueError for settings that would have no effect."""
         has_effect = name not in _KERAS_SETTINGS or value in (None, False)
         advice = "Let the transformation do it: optax.chain(optax.clip(1.0), ...)."
-        require(has_effect, f"{_OWNER}.{name}", "None", value, advice)
+        require(has_effect, f"{_OWNER}.{name}", "None or False", value, advice)
         super().__setattr__(name, value)
 
     @property
@@ -234,7 +239,7 @@ class OptaxOptimizer(keras_private.optimizers.GradientsOnly):
     @learning_rate.setter
     def learning_rate(self, value: Any) -> None:
         is_number = not (callable(value) or self.follows_schedule)
-        expected = "a number in place of a number, not of a schedule"
+        expected = "a number, and an optimizer whose rate is not a schedule"
         advice = "Compile with a new optimizer instead."
         require(is_number, "learning_rate", expected, value, advice, error=TypeError)
         if not self.built and "learning_rate" in self._arguments:

@@ -24,6 +24,9 @@ from functrain.internal import (
     resolve_path,
 )
 
+# The trees of variables that Keras's OrbaxCheckpoint saves.
+_TREES = ("trainable_variables/", "non_trainable_variables/")
+
 
 def warm_start(
     state: PyTree,
@@ -114,10 +117,6 @@ def _state_paths(path: str, model: keras.Model) -> dict[str, str] | None:
     with open_arrays(path) as arrays:
         is_of_keras = any(name.startswith(_TREES) for name in arrays.specs)
         return _paths_in_tree(arrays.specs, model) if is_of_keras else None
-
-
-# The trees of variables that Keras's OrbaxCheckpoint saves.
-_TREES = ("trainable_variables/", "non_trainable_variables/")
 
 
 def _paths_in_tree(names: Iterable[str], model: keras.Model) -> dict[str, str]:
