@@ -120,8 +120,9 @@ def adapter_epoch(epochs: Any) -> int | None:
 def restore_position(epochs: Any, position: dict[str, Any]) -> None:
     """Moves new epochs to a position, by fetching all batches before it again.
 
-    Sets `EpochIterator._current_iterator` and `_steps_seen`; checked with Keras 3.15.1. Without
-    it a run with `steps_per_epoch` resumes with the first batches of its data.
+    Sets `EpochIterator._current_iterator` and `_steps_seen`, and the `_epoch` that `adapter_epoch`
+    reads; checked with Keras 3.15.1. Without it a run with `steps_per_epoch` resumes with the first
+    batches of its data.
 
     Raises:
       ValueError: The data have fewer batches.

@@ -194,7 +194,7 @@ class FlaxLayer(keras.Layer):  # type: ignore[misc]  # keras has no types
         return cls(**{**config, "module": find_function(config["module"])})
 
     def get_build_config(self) -> None:
-        """Returns None: a loaded layer is built when it is called, by dtypes of its inputs too."""
+        """Returns None: a loaded layer is built by its first call, which has the inputs' dtypes."""
 
     def _values(self) -> PyTree:
         return jax.tree.map(lambda variable: variable.value, self._flax_variables)

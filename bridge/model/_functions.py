@@ -32,9 +32,10 @@ def name_of(function: Any, name: str) -> str:
         return registered
     label = getattr(function, "__qualname__", None) or f"a {type(function).__name__}"
     raise ValueError(
-        f"{name}: {label} cannot be written to a file. Pass the function that creates it, as in "
-        "bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3). Decorate a function of your own "
-        "with @keras.saving.register_keras_serializable(), or save weights alone: save_weights."
+        f"{name}: {label} cannot be written to a file. Pass the function that creates it: one of "
+        "optax with its arguments, as in bridge.OptaxOptimizer(optax.adam, learning_rate=1e-3), or "
+        "your own, decorated with @keras.saving.register_keras_serializable(). Or save the weights "
+        "alone: model.save_weights."
     )
 
 

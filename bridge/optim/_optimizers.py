@@ -57,8 +57,8 @@ def optimizer(
       params.
 
     Raises:
-      TypeError: `keras_optimizer` is not a Keras optimizer, or its learning rate is an optax
-        schedule.
+      TypeError: `keras_optimizer` is not a Keras optimizer. From `update`: its learning rate is an
+        optax schedule, which `bridge.schedule` converts.
       ValueError: It excludes variables from weight decay by `var_list=`. From `update`: params are
         missing, or gradients or state do not match them.
 

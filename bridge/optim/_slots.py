@@ -1,4 +1,4 @@
-"""The roles of an optimizer's variables, the parameters that its slots belong to, and keys."""
+"""The roles of an optimizer's variables, and the parameters that its slots belong to."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

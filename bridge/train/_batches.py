@@ -32,7 +32,12 @@ from functrain.internal import (
 
 
 class BatchEvents(NamedTuple):
-    """The batch events that Keras has around a step: a pair for each steps_per_execution steps."""
+    """The batch events that Keras has around a step: a pair for each steps_per_execution steps.
+
+    Attributes:
+      begin: The number of the batch event that begins before this step, or None.
+      end: The number of the batch event that ends after this step, or None.
+    """
 
     begin: int | None
     end: int | None
@@ -126,7 +131,7 @@ class KerasBatches(Batches):
         return stack_batches(contents(), k)[0], batch_events
 
     def put_on_device(self, room: int) -> None:
-        """Puts dense arrays on the device, where no distribution divides them."""
+        """Puts dense arrays on the device if they fit, and no distribution divides them."""
         if self._is_decided:
             return
         self._is_decided, arrays = True, self.arrays
@@ -245,7 +250,7 @@ def keras_batches(
         steps_per_execution=model.steps_per_execution,
         **{"shuffle": False, **options},
     )
-    require(epochs.num_batches != 0, "x", "at least one batch, but the data have none", x)
+    require(epochs.num_batches != 0, "x", "at least one batch", x)
     distribution = keras.distribution.distribution()
     is_placed = distribution is not None and local is None
     batches: Batches = KerasBatches(
@@ -260,7 +265,10 @@ def keras_batches(
 
 
 def _require_numbers(name: str, data: Any) -> None:
-    """Raises an error for what is no array of numbers, and integers that jax would truncate."""
+    """Raises TypeError unless data in memory are arrays of numbers, without strings and masks.
+
+    Raises ValueError for integers that jax would truncate.
+    """
     for leaf in keras.tree.flatten(data):
         is_masked = isinstance(leaf, np.ma.MaskedArray)
         advice = "Pass x.filled(0), and weights for what is masked as sample_weight."

@@ -62,8 +62,8 @@ def fit(
     `stop_training`) take effect at the next chunk. With a number, TerminateOnNaN therefore leaves
     the weights from the end of its chunk. If several processes fit and only some of them set
     `stop_training`, all stop together, a few programs later. Overrides of `fit`, `evaluate`,
-    `predict` or `make_train_function` in the model's class are not called, since this function has
-    its own loop; overrides of steps, losses and metrics are.
+    `predict` or `make_train_function` and the like in the model's class are not called, since this
+    function has its own loop; overrides of steps, losses and metrics are.
 
     Tasks of keras_hub take strings, images and so on as in their own `fit`: its first part, which
     splits off validation data and maps the preprocessor over batches, is called. As there, the
@@ -106,10 +106,12 @@ def fit(
       Keras's own fit, and a note of the error says so.
 
     Raises:
+      ImportError: a callback is Keras's TensorBoard, and TensorFlow is not installed.
       TypeError: `model` is not a Keras model, a callback is neither a Keras callback nor one of
-        these loggers, or the data are strings.
+        these loggers, or data in memory are not arrays of numbers.
       ValueError: `model.fit` would raise it; an argument is out of its range; arrays in
-        `validation_data` cannot be evaluated; or a layer has ``stateful=True``.
+        `validation_data` cannot be evaluated; an RNN has ``stateful=True``; or the optimizer was
+        built for other variables than the model trains now.
 
     Examples:
       >>> import keras, numpy as np
@@ -219,7 +221,8 @@ def evaluate(
       The metrics, as a list, a scalar or a dict, as `model.evaluate` returns them.
 
     Raises:
-      ValueError: `model.evaluate` would raise it.
+      TypeError: As for `fit`.
+      ValueError: `model.evaluate` would raise it, or an argument is out of its range.
 
     Examples:
       >>> import keras, numpy as np
@@ -274,7 +277,8 @@ def predict(
       NumPy arrays in the structure of the model's outputs, as `model.predict` returns them.
 
     Raises:
-      ValueError: `model.predict` would raise it.
+      TypeError: As for `fit`.
+      ValueError: `model.predict` would raise it, or an argument is out of its range.
 
     Examples:
       >>> import keras, numpy as np

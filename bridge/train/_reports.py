@@ -41,7 +41,8 @@ def memory(
       named as the model's variables.
 
     Raises:
-      TypeError: A leaf of the batch is no array of numbers, and no shape of one.
+      TypeError: `model` is not a keras.Model, or a leaf of the batch is neither an array of numbers
+        nor the shape of one.
       ValueError: The model is not compiled.
 
     Examples:
@@ -91,6 +92,10 @@ def largest_batch(
     Returns:
       The number of examples; 0 if not even `multiple_of` fit.
 
+    Raises:
+      TypeError: As for `memory`.
+      ValueError: The model is not compiled.
+
     Examples:
       >>> import bridge, functrain as ft, keras, numpy as np
       >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1)])
@@ -126,6 +131,7 @@ def cost(
 
     Raises:
       jax.errors.JaxRuntimeError: The program is larger than the memory of the device.
+      TypeError: As for `memory`.
       ValueError: The model is not compiled.
 
     Examples:
