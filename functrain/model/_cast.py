@@ -24,8 +24,8 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
     `dtype`, a warning names it.
 
     Args:
-      model: A linen or nnx model whose layers have ``dtype=None``, or a model written by hand that
-        computes in the dtype of its params and inputs. `nnx.BatchNorm` keeps computing in
+      model: A linen or nnx model whose layers have ``dtype=None``, an Equinox model, or a model
+        written by hand that computes in the dtype of its params and inputs. `nnx.BatchNorm` keeps computing in
         float32, the dtype of its statistics, unless it is given ``dtype=jnp.bfloat16``. A Keras
         model has a dtype policy instead, which must be set before the model is built:
         ``keras.config.set_dtype_policy("mixed_bfloat16")``.
@@ -72,7 +72,7 @@ def _warn_of_wide_products(
     model: Model, dtype: Any, params: PyTree, model_state: PyTree, inputs: PyTree, mode: Any
 ) -> None:
     """Warns if no product of the model has the dtype."""
-    # What cannot be traced here has an error or a decision of its own, which `apply` meets again.
+    # A model that cannot be traced raises the same error in `apply`, which calls it again.
     try:
         apply = functools.partial(model.apply, **mode)
         jaxpr = jax.make_jaxpr(apply)(params, model_state, inputs)

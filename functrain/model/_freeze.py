@@ -39,8 +39,8 @@ def freeze(model: Model, *patterns: str) -> Model:
     of `model_state`, such as the statistics of batch normalization, is updated as before.
 
     Args:
-      model: A linen, nnx or Keras model, or one written by hand. Apply `cast` and `remat` first:
-        ``freeze(cast(model), ...)``.
+      model: A linen, nnx, Equinox or Keras model, or one written by hand. Apply `cast` and `remat`
+        first: ``freeze(cast(model), ...)``.
       *patterns: Patterns of the paths of params to freeze, as for `warm_start`: ``*`` matches
         within one part of a path, ``**`` matches any number of parts. For example
         ``freeze(model, "encoder/**", "**/bias")``.
@@ -90,7 +90,7 @@ def frozen_model(
     Args:
       model: The given model.
       init: As in `Model`.
-      is_factored: Whether products with adapted matrices are computed without their sums.
+      is_factored: True computes products with adapted matrices without their sums.
     """
 
     def apply(params: PyTree, model_state: PyTree, inputs: PyTree, /, **mode: Any) -> ModelOutput:
@@ -139,8 +139,8 @@ def merged_paths(paths: Collection[str], *, with_lora: bool = False) -> dict[str
 
     Args:
       paths: Paths of the leaves of a state, or of a tree of states, frozen or not.
-      with_lora: Whether the base of a model of `lora` gets the paths of the original params, too.
-        It has their shapes, but not the values that `merge_frozen` returns.
+      with_lora: True gives the base of a model of `lora` the paths of the original params, too. It
+        has their shapes, but not the values that `merge_frozen` returns.
     """
     allowed = {*_MERGED_PART, "lora_scale"} if with_lora else {*_MERGED_PART}
     matches = list(filter(None, map(_MODEL_STATE_PATH.fullmatch, paths)))

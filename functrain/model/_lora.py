@@ -44,8 +44,8 @@ def lora(
     that a step takes about as long as one that trains all params. See `factored`.
 
     Args:
-      model: A linen, nnx or Keras model, or one written by hand. Apply `cast` and `remat` first:
-        ``lora(cast(model), ...)``. To start from pretrained params, pass
+      model: A linen, nnx, Equinox or Keras model, or one written by hand. Apply `cast` and `remat`
+        first: ``lora(cast(model), ...)``. To start from pretrained params, pass
         ``Model(lambda key, x: (params, model_state), model.apply)``. They may have any dtypes; the
         sum with an adapter is rounded to that of the matrix.
       *patterns: Patterns of the paths of params to adapt, as for `freeze`. Vectors and integers
