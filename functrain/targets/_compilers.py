@@ -53,7 +53,7 @@ _ENVIRONMENT = {
 
 
 def known_targets() -> str:
-    """Returns the names of the targets that need no other text, for messages."""
+    """Returns the names of the targets without topologies, for messages."""
     names = [*(f"tpu:{name}" for name in TPUS), *(f"cuda:{name}" for name in GPUS)]
     return ", ".join(map(repr, names))
 
@@ -80,7 +80,11 @@ def tpu_devices(name: str) -> tuple[jax.Device, ...]:
 
 
 def cuda_devices(name: str) -> tuple[tuple[jax.Device, ...], Chip]:
-    """Returns a GPU, given its name or the text of its target configuration."""
+    """Returns the device of a GPU, as a tuple of one, and its figures.
+
+    Args:
+      name: The name of the GPU, such as ``h100``, or the text of its target configuration.
+    """
     if "gpu_device_info" in name:
         config = name
     else:

@@ -19,7 +19,8 @@ class Target:
     """Devices that programs are compiled for, from `target`. They need not be there.
 
     Attributes:
-      name: The name that it was made from.
+      name: The name that it was made from. That of the platform for the devices of this machine,
+        and that of the GPU for a target configuration.
       platform: "cpu", "gpu" or "tpu".
       devices: The devices. Those that are not there can only be compiled for: arrays cannot be put
         on them.
@@ -114,8 +115,12 @@ def target(name: str | None = None) -> Target:
 
     Raises:
       ImportError: The compiler is not installed: ``pip install 'functrain[tpu]'`` or
-        ``'functrain[cuda]'``; or its version does not fit that of jax.
-      ValueError: The name or the topology is unknown; the message lists those that are known.
+        ``'functrain[cuda]'``.
+      jax.errors.JaxRuntimeError: The version of the compiler does not fit that of jax, or it
+        refuses a field of the target configuration.
+      TypeError: `name` is not a text.
+      ValueError: The name or the topology is unknown; the message lists those that are known. Or a
+        target configuration lacks a field.
 
     Examples:
       >>> import functrain as ft
