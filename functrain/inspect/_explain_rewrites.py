@@ -65,8 +65,8 @@ class Explanation:
     """The result of `explain_rewrites`; prints as text of at most 80 columns.
 
     Attributes:
-      rows: The equations for which there is a rewrite, in the order of the program; products,
-        sums and scans only if a rewrite replaces them.
+      rows: The equations for which there is a rewrite, in the order of the program; common ones,
+        such as products, sums, broadcasts and scans, only if a rewrite replaces them.
       others: The number of other equations.
       note: Why nothing is rewritten at all, or which rewrites failed; "" otherwise.
 

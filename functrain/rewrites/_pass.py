@@ -42,7 +42,7 @@ def rewrite_jaxpr(jaxpr: Any, rewrites: Sequence[Rewrite], exact_only: bool = Fa
     Args:
       jaxpr: A `jax.extend.core.Jaxpr` or `ClosedJaxpr`.
       rewrites: The first that applies is used. Later ones also see the equations it returns.
-      exact_only: Whether to keep every equation whose replacement might change a bit.
+      exact_only: True keeps every equation whose replacement might change a bit.
 
     Returns:
       A jaxpr of the same kind and types, or the same object if nothing applies.

@@ -16,7 +16,7 @@ class Rewrite(NamedTuple):
     """A rule that replaces equations of one primitive.
 
     Attributes:
-      name: The name of the rule in warnings.
+      name: The name of the rule in warnings and in `explain_rewrites`.
       primitive: The primitive of the equations that it may replace.
       applies: ``(eqn) -> bool``. Decides from the equation's types and parameters.
       replace: ``(*inputs, **params) -> output``, or a sequence of outputs if the primitive has
@@ -60,7 +60,7 @@ def rewrite(
     in_context: bool = False,
     **options: Any,
 ) -> Callable[[Callable[..., Any]], Rewrite]:
-    """Returns a decorator that makes a rewrite of its name from a function that replaces.
+    """Returns a decorator that makes a `Rewrite` from a function, with the function's name.
 
     Args:
       primitive: As for `Rewrite`.
@@ -99,7 +99,7 @@ def select_rewrite(
       rewrites: The rewrites, in order of precedence.
       eqn: The equation.
       jaxpr: The jaxpr that contains the equation.
-      exact_only: Whether to skip rewrites that might change a bit of the result.
+      exact_only: True skips rewrites that might change a bit of the result.
 
     Raises:
       RewriteError: A rewrite raised.

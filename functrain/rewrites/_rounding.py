@@ -30,7 +30,7 @@ def find_inexact(jaxpr: Any, *, is_apart: bool) -> set[Any]:
 
     Args:
       jaxpr: A jaxpr of the function.
-      is_apart: Whether it is in a loop or branch of the function. There XLA keeps the layouts of
+      is_apart: True in a loop or branch of the function. There XLA keeps the layouts of
         convolutions, and so its slow kernels, which order the sums in another way.
     """
     convolutions = [eqn for eqn in jaxpr.eqns if eqn.primitive is _CONVOLUTION]

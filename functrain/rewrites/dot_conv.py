@@ -22,10 +22,10 @@ a product 0.25, the gradient of its input 0.10 and 0.27. So narrow ones stay con
 gradients of weights do not: for 8 images of 4x4x512, which a kernel covers, and 64 features, the
 convolution takes 0.60 ms and the product 0.19 (on a busy machine).
 
-One tap with a stride stays a convolution: XLA may compile a network that
-only predicts into one operation, which slices would break up. The residual net of the benchmark,
-which has two such convolutions, predicted a batch in 27 ms with slices and in 21.9 without, and
-trained equally fast (1.01; ResNet50 0.99).
+One tap with a stride stays a convolution: XLA may compile a network that only predicts into one
+operation, which slices would break up. The residual net of the benchmark, which has two such
+convolutions, predicted a batch in 27 ms with slices and in 21.9 without, and trained equally fast
+(1.01; ResNet50 0.99).
 
 The sums may be computed in another order, which changes the last bits.
 """

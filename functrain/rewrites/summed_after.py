@@ -71,7 +71,7 @@ def _applies(eqn: core.JaxprEqn) -> bool:
 
 
 def _find_sums(eqn: core.JaxprEqn) -> list[_Sum]:
-    """Returns as many sums as their operands, stacked over time, may take bytes.
+    """Returns the sums whose operands, stacked over time, take at most `MAX_BYTES` together.
 
     Returns [] if none of them sums products: sums alone gain nothing.
     """

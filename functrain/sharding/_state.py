@@ -105,7 +105,8 @@ def put(state: PyTree, mesh: Mesh, rule: Rule) -> PyTree:
       >>> tuple(state["kernel"].sharding.spec)
       (None, 'data')
     """
-    state = _tree.copy(state)  # of a number, too, it makes an array with a shape
+    # The copy of a Python number is an array, which has a shape.
+    state = _tree.copy(state)
     return jax.tree.map(_tree.device_put, state, shardings(state, mesh, rule))
 
 
