@@ -125,10 +125,11 @@ def _totals(leaves: list[Any]) -> list[str]:
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
         devices: Iterable[Any] = ["one device"]
-        if sharding is not None:
-            # An abstract mesh has a number of devices, but no device objects.
-            is_abstract = isinstance(getattr(sharding, "mesh", None), AbstractMesh)
-            devices = range(sharding.num_devices) if is_abstract else sharding.device_set
+        # An abstract mesh has a number of devices, but no device objects.
+        if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+            devices = [f"device {i}" for i in range(sharding.num_devices)]
+        elif sharding is not None:
+            devices = sharding.device_set
         bytes_of_device.update(dict.fromkeys(devices, bytes_on_each(leaf)))
     devices_by_bytes: dict[int, list[Any]] = {}
     for device, size in bytes_of_device.most_common():

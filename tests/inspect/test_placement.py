@@ -64,6 +64,12 @@ def test_equal_layers_share_a_row_and_no_line_is_longer_than_80_columns() -> Non
     assert re.search(r"params/table +float32\[2000, 64\] +data, - +500x64 +125.0 KiB", text)
 
 
+def test_a_device_of_an_abstract_mesh_is_called_one() -> None:
+    params = {"w": jnp.zeros(256)}
+    planned = ft.sharding.shardings(params, AbstractMesh((1,), ("data",)), ft.sharding.replicated)
+    assert ft.inspect.placement(params, planned).endswith("device 0: 1.0 KiB of 1.0 KiB")
+
+
 def test_what_lies_on_one_device_is_told_from_what_lies_on_all() -> None:
     one, two = jax.devices()[:2]
     mesh = ft.sharding.mesh({"data": 2})
