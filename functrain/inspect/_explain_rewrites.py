@@ -149,7 +149,7 @@ def explain_rewrites(
         # As the pass does: on accelerators, rules see across the borders of calls.
         closed = inline_calls(closed)
     failures = _optimize.rewrite_or_keep(closed, chosen, platform)[1]
-    note = "\n".join(f"A rewrite failed and is not used: {failure}" for failure in failures)
+    note = "\n".join(map(_optimize.describe_failure, failures))
     failed = [getattr(failure, "rewrite", None) for failure in failures]
     # A failure that is not due to a certain rewrite turns off all of them.
     usable = [] if None in failed else _optimize.rules_for(platform)

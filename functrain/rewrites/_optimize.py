@@ -107,7 +107,7 @@ def optimize(fn: F, rewrites: Mode = "auto") -> F:
         closed, failures = rewrite_or_keep(closed, chosen, platform)
         for failure in failures:
             warn(
-                f"A rewrite failed and is skipped: {failure} Please report it. "
+                f"{describe_failure(failure)} Please report it. "
                 "FUNCTRAIN_REWRITES=off in the environment turns rewrites off.",
             )
         return evaluate(closed, out_shapes, (args, kwargs))
@@ -138,6 +138,13 @@ def rewrite_or_keep(closed: Any, chosen: Mode, platform: str) -> tuple[Any, list
         except Exception as error:
             # The pass itself failed, so no rewrite can be used.
             return closed, [*failures, error]
+
+
+def describe_failure(failure: Exception) -> str:
+    """Returns a sentence about an error of `rewrite_or_keep`."""
+    if isinstance(failure, RewriteError):
+        return f"A rewrite failed and is skipped: {failure}"
+    return f"The program could not be rewritten and stays as it is: {failure!r}."
 
 
 def _rewrite(closed: Any, rules: tuple[Rewrite, ...], platform: str, *, exact_only: bool) -> Any:

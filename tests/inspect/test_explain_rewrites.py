@@ -141,7 +141,7 @@ def test_a_rewrite_that_fails_is_told(where: str, monkeypatch: pytest.MonkeyPatc
     other = Rewrite("other", primitives.cos_p, **fine)
     monkeypatch.setattr(_optimize, "REWRITES", (broken, other))
     explanation = explain_rewrites(lambda x: jnp.sin(jnp.cos(x)), X)
-    assert "A rewrite failed and is not used: broken: " in explanation.note
+    assert "A rewrite failed and is skipped: broken: " in explanation.note
     assert [row.rule for row in explanation.rows] == ["other", ""]
 
 

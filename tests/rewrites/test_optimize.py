@@ -1,5 +1,6 @@
 """`optimize`: which rewrites it uses, and what happens when one of them fails."""
 
+import re
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jax.extend.core import primitives
 
 from functrain.common._platform import compiling_for
+from functrain.inspect import explain_rewrites
 from functrain.rewrites import _optimize, optimize, resolve_mode
 from functrain.rewrites._pass import rewrite_jaxpr
 from functrain.rewrites._rewrite import Rewrite, RewriteError
@@ -109,6 +111,18 @@ def test_a_rewrite_that_fails_is_left_out_alone(fails: str, rules: Any) -> None:
         jaxpr = jax.make_jaxpr(optimize(fn))(X)
     assert names(jaxpr) == ["cos", "tan"]
     assert [str(w.message).count(r"at float32[8] -> float32[8] (test_") for w in warned] == [1]
+
+
+def test_a_pass_that_fails_leaves_the_program_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> Any:
+        raise ZeroDivisionError("boom")
+
+    monkeypatch.setattr(_optimize, "rewrite_jaxpr", fail)
+    message = r"stays as it is: ZeroDivisionError\('boom'\)\."
+    with pytest.warns(UserWarning, match=rf"{message} Please report it"):
+        jaxpr = jax.make_jaxpr(optimize(lax.sin))(X)
+    assert names(jaxpr) == ["sin"]
+    assert re.search(message, explain_rewrites(lax.sin, X).note)
 
 
 def test_an_error_of_the_step_itself_is_the_users() -> None:
