@@ -25,9 +25,10 @@ def cast(model: Model, dtype: Any = jnp.bfloat16) -> Model:
 
     Args:
       model: A linen or nnx model whose layers have ``dtype=None``, an Equinox model, or a model
-        written by hand that computes in the dtype of its params and inputs. `nnx.BatchNorm` keeps computing in
-        float32, the dtype of its statistics, unless it is given ``dtype=jnp.bfloat16``. A Keras
-        model has a dtype policy instead, which must be set before the model is built:
+        written by hand that computes in the dtype of its params and inputs. `nnx.BatchNorm` keeps
+        computing in float32, the dtype of its statistics, unless it is given
+        ``dtype=jnp.bfloat16``. A Keras model has a dtype policy instead, which must be set before
+        the model is built:
         ``keras.config.set_dtype_policy("mixed_bfloat16")``.
       dtype: The dtype to compute in. For float16, whose range is small, see `loss_scale`.
 

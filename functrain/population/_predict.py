@@ -24,8 +24,8 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
         `functrain.predict_step`.
       combine: ``"mean"``: the mean of the outputs, `[B, ...]`. ``"vote"``: the class, the argmax
         over the last axis, that most members predict, `i32[B, ...]`; of two classes with equally
-        many votes, the smaller. ``"each"``: the outputs of each member, `[B, N, ...]`. Or a function
-        from the outputs `[N, B, ...]` to `[B, ...]`: for members that return logits,
+        many votes, the smaller. ``"each"``: the outputs of each member, `[B, N, ...]`. Or a
+        function from the outputs `[N, B, ...]` to `[B, ...]`: for members that return logits,
         ``lambda logits: jax.nn.softmax(logits).mean(0)`` returns the mean probabilities.
       block: How many members to compute at once; see `functrain.population.step`.
 
