@@ -78,11 +78,12 @@ class Sample:
         event.samples |= samples
         # All processes call the hook, since `make` may compute on devices of all of them.
         if self.directory is not None and jax.process_index() == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
             for name, sample in samples.items():
                 self._save(sample, self._folder / f"{name}-{event.step:08d}")
 
     def _save(self, sample: np.ndarray | str, stem: pathlib.Path) -> None:
+        # A name may have folders, such as "train/digits".
+        stem.parent.mkdir(parents=True, exist_ok=True)
         if isinstance(sample, str):
             pathlib.Path(f"{stem}.txt").write_text(sample, encoding="utf-8")
         else:

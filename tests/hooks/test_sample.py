@@ -33,6 +33,12 @@ def test_pictures_are_written_on_a_schedule_and_read_by_pillow(tmp_path) -> None
     assert (tmp_path / "made" / "words-00000050.txt").read_text(encoding="utf-8") == "grün"
 
 
+def test_a_name_with_a_slash_is_a_file_in_a_folder(tmp_path) -> None:
+    hook = ft.hooks.Sample(lambda state: {"train/words": "a"}, directory=tmp_path)
+    hook(ft.events.EpochEnd(position=ft.Position(step=1), state=()))
+    assert (tmp_path / "train" / "words-00000001.txt").read_text() == "a"
+
+
 def test_it_sees_the_state_of_its_step() -> None:
     seen = []
     hook = ft.hooks.Sample(lambda state: seen.append(int(state.step)) or "", every=ft.at(5, 33))
