@@ -3,6 +3,7 @@
 import os
 import shutil
 
+from functrain.checkpoint._orbax import METADATA
 from functrain.checkpoint._processes import main_group
 from functrain.common._library import import_optional
 from functrain.common._paths import absolute_path
@@ -18,10 +19,10 @@ def orbax(path: str | os.PathLike[str], tree: PyTree, *, overwrite: bool = False
     Args:
       path: A directory. Missing folders are created.
       tree: Any pytree of arrays, such as a state or its params. Attributes become keys.
-      overwrite: True replaces an existing checkpoint, once the new one is written.
+      overwrite: True replaces an existing checkpoint of Orbax, once the new one is written.
 
     Raises:
-      FileExistsError: Something is at the path, and `overwrite` is False.
+      FileExistsError: `path` exists, and `overwrite` is False or it holds something else.
       ImportError: orbax-checkpoint is not installed.
 
     Examples:
@@ -36,17 +37,27 @@ def orbax(path: str | os.PathLike[str], tree: PyTree, *, overwrite: bool = False
     target = os.path.realpath(absolute_path(path, advice=advice))
     to_install = "Orbax checkpoints need the library: pip install 'functrain[orbax]'"
     library = import_optional("orbax.checkpoint", to_install)
-    is_there = main_group.call_on_first(lambda: os.path.exists(target))
-    if is_there and not (overwrite and os.path.isdir(target)):
+    is_there, is_replaceable = main_group.call_on_first(
+        lambda: [os.path.exists(target), _is_replaceable(target)]
+    )
+    if is_there and not (overwrite and is_replaceable):
         raise FileExistsError(
-            f"{target}: expected no such directory, got one, or a file. Choose another path, or "
-            "pass overwrite=True for a directory."
+            f"{target}: expected no such path, or an Orbax checkpoint and overwrite=True, got an "
+            "existing one. Choose another path."
         )
     new = f"{target}.functrain-new" if is_there else target
     with library.StandardCheckpointer() as checkpointer:
         checkpointer.save(new, tree, force=is_there)
     if is_there:
         main_group.call_on_first(lambda: _replace(target, new))
+
+
+def _is_replaceable(path: str) -> bool:
+    """Returns True for a checkpoint of Orbax, and for an empty directory."""
+    if not os.path.isdir(path):
+        return False
+    names = os.listdir(path)
+    return not names or METADATA in names
 
 
 def _replace(target: str, new: str) -> None:

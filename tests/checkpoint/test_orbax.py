@@ -169,9 +169,17 @@ def test_an_export_that_fails_leaves_the_old_checkpoint(tmp_path) -> None:
     with pytest.raises(ValueError, match="zero size"):  # of Orbax
         ft.export.orbax(tmp_path / "state", {"w": jnp.ones((0, 2))}, overwrite=True)
     check(tmp_path / "state", {"w": jnp.ones(2)})
+
+
+def test_an_export_replaces_nothing_but_a_checkpoint_of_orbax(tmp_path) -> None:
+    (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError, match="or a file"):
-        ft.export.orbax(tmp_path / "file", {"w": jnp.ones(2)}, overwrite=True)
+    for name in ("runs", "file"):
+        with pytest.raises(FileExistsError, match="or an Orbax checkpoint and overwrite=True"):
+            ft.export.orbax(tmp_path / name, {"w": jnp.ones(2)}, overwrite=True)
+    assert (tmp_path / "runs" / "first").is_dir()
+    ft.export.orbax(tmp_path / "runs" / "first", {"w": jnp.ones(2)}, overwrite=True)  # empty
+    check(tmp_path / "runs" / "first", {"w": jnp.ones(2)})
 
 
 def build(name=None):
