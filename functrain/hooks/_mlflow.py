@@ -61,7 +61,8 @@ class MLflow(Tracker):
         now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
         metrics = [metric(name, float(x), now, step) for name, x in values.items()]
-        self._client.log_batch(self.run_id, metrics)
+        # Whatever MLFLOW_ENABLE_ASYNC_LOGGING says: a checkpoint must not be ahead of MLflow.
+        self._client.log_batch(self.run_id, metrics, synchronous=True)
         for name, sample in samples.items():
             path = f"samples/{name}-{step:08d}"
             # A step that is logged again replaces its file.

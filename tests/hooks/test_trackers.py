@@ -270,3 +270,37 @@ def test_wandb_puts_aside_what_the_checkpoint_lacks_whatever_the_clock_says(
         resumed.begin()
     folders = {path.name.replace("offline-run-", "") for path in tmp_path.iterdir()}
     assert folders == {"2-a", "killed-3-a", "killed-1-a", "killed-killed-3-a", "4-a", "5-a-b"}
+
+
+class FakeMLflow:
+    """MLflow, as far as the hook calls it; with MLFLOW_ENABLE_ASYNC_LOGGING, it logs later."""
+
+    entities = types.SimpleNamespace(Metric=lambda name, value, time, step: (name, value))
+
+    def __init__(self) -> None:
+        self.logged: list[Any] = []
+        self.MlflowClient = lambda: self
+
+    def start_run(self) -> Any:
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="a"))
+
+    def get_run(self, run_id: str) -> Any:
+        proto = types.SimpleNamespace(metrics=[])
+        return types.SimpleNamespace(data=types.SimpleNamespace(to_proto=lambda: proto))
+
+    def log_batch(self, run_id: str, metrics: Any, synchronous: bool | None = None) -> None:
+        if synchronous:
+            self.logged += metrics
+
+    def end_run(self) -> None:
+        pass
+
+
+def test_mlflow_has_the_values_before_a_checkpoint_even_if_it_logs_later(monkeypatch) -> None:
+    fake = FakeMLflow()
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    log = ft.hooks.MLflow()
+    log.begin()
+    log(ft.events.EpochEnd(position=ft.Position(step=1), state=(), values={"loss": 0.5}))
+    log.state()
+    assert fake.logged == [("epoch/loss", 0.5)]
