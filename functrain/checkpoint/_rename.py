@@ -48,7 +48,7 @@ class Rename:
         By default they are equal.
 
     Raises:
-      TypeError: A name is not a text.
+      TypeError: A name or the layout is not a text.
       ValueError: The stars of the names differ in number, there are several names on both sides, a
         layout does not have the same axes on both sides, or `axis` or `parts` do not fit it.
 
@@ -74,8 +74,8 @@ class Rename:
 
     def __post_init__(self) -> None:
         names = (*self.files, *self.states)
-        are_texts = all(isinstance(name, str) for name in names)
-        require(are_texts, "Rename", "names that are texts", self, error=TypeError)
+        are_texts = all(isinstance(text, str) for text in (*names, self.layout))
+        require(are_texts, "Rename", "names and a layout that are texts", self, error=TypeError)
         expected = "one name, of the array in the file or of the leaf in the state"
         require(min(len(self.files), len(self.states)) == 1, "Rename", expected, self)
         are_different = all(len(set(side)) == len(side) for side in (self.files, self.states))
@@ -230,12 +230,14 @@ def find_targets(paths: Collection[str], rename: Sequence[Rename]) -> list[Targe
     Raises ValueError if a leaf has no rule or several, if a rule has only some of the leaves of an
     array, or if it would not read what it wrote.
     """
-    rules: dict[str, list[Rename]] = {path: [] for path in paths}
+    rules_by_path: dict[str, list[Rename]] = {path: [] for path in paths}
     targets = [target for rule in require_rules(rename) for target in _targets_of(rule, paths)]
     for target in targets:
         for path in target.paths:
-            rules[path].append(target.rule)
-    problems = [f"{path}: {fits or 'none'}" for path, fits in rules.items() if len(fits) != 1]
+            rules_by_path[path].append(target.rule)
+    problems = [
+        f"{path}: {rules or 'none'}" for path, rules in rules_by_path.items() if len(rules) != 1
+    ]
     advice = "For a part of the leaves, export a part of the tree."
     require_no_problems("rename", problems, "one rule for each leaf", advice)
     return targets

@@ -215,6 +215,12 @@ def test_what_is_no_list_of_rules_is_refused(tmp_path, file, rename) -> None:
         ft.export.params(tmp_path / "a.safetensors", {"w": jnp.zeros(2)}, rename=rename)
 
 
+@pytest.mark.parametrize("arguments", [(["a", 1], "b"), ("a", "b", ["o i -> i o"])])
+def test_names_and_layouts_that_are_no_texts_are_refused(arguments) -> None:
+    with pytest.raises(TypeError, match="Rename: expected names and a layout that are texts"):
+        ft.Rename(*arguments)
+
+
 def test_rules_that_match_nothing_are_called_so(file) -> None:
     rules = [ft.Rename("h.*.bias", "params/block_*/bias")]
     with pytest.raises(ft.CheckpointMismatchError, match=r"got none that a rule matches, such as"):
