@@ -32,9 +32,9 @@ class Layout(NamedTuple):
         return tuple(math.prod(sizes[name] for name in group) for group in self.groups)
 
     def part_shape(self, array_shape: Shape, leaf_shape: Shape, axis: int) -> Shape | None:
-        """Returns the shape of the part of a leaf that an array of the file is; None if of none.
+        """Returns the shape of an array of the file as a part of a leaf; None if it is not one.
 
-        At all other axes than that at which parts are joined, it has the sizes of the leaf.
+        Parts are joined at `axis`. At all other axes, the shape has the sizes of the leaf.
         """
         if len(leaf_shape) != len(self.axes) or len(array_shape) != len(self.groups):
             return None

@@ -78,8 +78,8 @@ class ObjectStore:
         """Returns the names below a path that match a pattern such as ``*/a.json``, sorted."""
         with _store_errors(directory):
             root = self._store._strip_protocol(directory)
-            found = self._store.glob(f"{glob.escape(root)}/{pattern}")
-        return sorted(name.removeprefix(root).lstrip("/") for name in found)
+            names = self._store.glob(f"{glob.escape(root)}/{pattern}")
+        return sorted(name.removeprefix(root).lstrip("/") for name in names)
 
     def has(self, directory: str, names: list[str]) -> bool:
         """Returns True if a directory has all of these objects."""

@@ -160,16 +160,18 @@ def _most_different(dtypes: Sequence[Any], like: Any) -> Any:
     return max(dtypes, key=lambda x: (x != like, not jnp.issubdtype(x, jnp.floating)))
 
 
+def _without_precision(specs: Mapping[str, str]) -> dict[str, str]:
+    """Returns specs in which all floating-point dtypes are the same: ``float[8, 3]``."""
+    return {path: _FLOAT.sub("float", spec) for path, spec in specs.items()}
+
+
 def _require_same_specs(
     file: str, specs: Mapping[str, str], leaves: Mapping[str, Any], cast: bool
 ) -> None:
     """Raises CheckpointMismatchError for another shape or dtype."""
     expected = {path: _tree.strong_spec(leaves[path]) for path in specs}
     if cast:
-        # The kind of floating-point numbers does not matter, but their shape does.
-        expected, specs = (
-            {path: _FLOAT.sub("float", spec) for path, spec in x.items()} for x in (expected, specs)
-        )
+        expected, specs = _without_precision(expected), _without_precision(specs)
     require_no_problems(
         file,
         _tree.spec_differences(expected, dict(specs)),

@@ -78,8 +78,9 @@ def _read_header(file: Any) -> tuple[dict[str, Any], int]:
         begin, stop = entry["data_offsets"]
         # Others may have dtypes that are unknown here. Such an array can be in the file.
         dtype = DTYPES.get(entry["dtype"])
-        count = stop - begin if dtype is None else jnp.dtype(dtype).itemsize
-        count *= 1 if dtype is None else math.prod(entry["shape"])
+        count = stop - begin
+        if dtype is not None:
+            count = jnp.dtype(dtype).itemsize * math.prod(entry["shape"])
         if begin != end or stop - begin != count or min(entry["shape"], default=0) < 0:
             raise ValueError(f"its header contradicts itself at {name}")
         end = stop

@@ -28,7 +28,7 @@ def host_batch(batch: PyTree, label: str = "") -> PyTree:
 
     def location(leaf: Any) -> str:
         path = next(path for path, x in _tree.leaves_with_path(batch) if x is leaf)
-        return f" at {path}" + f" of {label}" * bool(label)
+        return f" at {path} of {label}" if label else f" at {path}"
 
     def convert(leaf: Any) -> Any:
         return leaf if isinstance(leaf, jax.Array) else _to_numpy(leaf, lambda: location(leaf))

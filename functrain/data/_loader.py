@@ -238,9 +238,10 @@ def _common_length(data: PyTree) -> int:
     """
     lengths = {len(x) if x.ndim else 0 for x in jax.tree.leaves(data)}
     if len(lengths) != 1 or 0 in lengths:
+        leaves = _tree.format_leaves(data) or "none"
         raise ValueError(
             "data: expected arrays of one length, the number of examples, which is at least 1, got"
-            f"\n{_tree.format_leaves(data)}\nFor several inputs pass a tuple or dict of arrays, "
-            "not a list of examples."
+            f"\n{leaves}\nFor several inputs pass a tuple or dict of arrays, not a list of "
+            "examples."
         )
     return lengths.pop()

@@ -75,7 +75,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace, signals: list[int]) -> int:
-    """Runs all processes to their end; returns the status of the first that failed, or 0."""
+    """Runs all processes to their end, and returns one exit status for all.
+
+    It is that of the first that failed, 0 if all succeeded, and otherwise that of SIGTERM.
+    """
     # The system chooses a free port, which the first process listens to.
     with socket.socket() as free_socket:
         free_socket.bind(("127.0.0.1", 0))

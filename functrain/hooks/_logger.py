@@ -78,7 +78,7 @@ class Logger:
         lines: list[Line] = []
         if self.steps is None:
             # The last step, if the logger was called there.
-            steps = range(event.step, event.step + bool(self._pending_lines))
+            steps = range(event.step, event.step + 1) if self._pending_lines else range(0)
         else:
             steps = range(first + -first % self.steps, event.step + 1, self.steps)
         for step in steps if logs else ():
