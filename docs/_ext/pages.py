@@ -44,7 +44,6 @@ CONTENTS = {  # the captions of the sidebar, and the pages under each
     "Measurements": "more/benchmarks more/applications more/layers more/hub",
     "Project": "more/changelog more/contributing",
 }
-MADE_BY_THE_BUILD = ("guides", "api", "more")
 DEVICES = {"devices": 8, "from-flax": 8}  # devices a page runs on, if not one
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # An indented block right below a python block is the output that the page's author expects.
@@ -95,22 +94,12 @@ def _read(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def _contents() -> str:
-    """Returns the tables of contents for the sidebar, without pages that do not exist."""
+    """Returns the tables of contents for the sidebar."""
     text = ""
     for caption, pages in CONTENTS.items():
-        names = list(filter(_is_in_the_site, pages.split()))
-        if not names:
-            continue
-        options = f":caption: {caption}\n:hidden:\n" + ":glob:\n" * ("*" in pages)
-        text += "\n".join(["", "```{toctree}", f"{options}", *names, "```", ""])
+        options = f":caption: {caption}\n:hidden:\n"
+        text += "\n".join(["", "```{toctree}", options, *pages.split(), "```", ""])
     return text
-
-
-def _is_in_the_site(page: str) -> bool:
-    """Returns True if the source of a page exists, or the build makes it."""
-    if page.partition("/")[0] in MADE_BY_THE_BUILD:
-        return True
-    return any(DOCS.glob(f"{page}.md"))
 
 
 def _link(match: re.Match[str], folder: pathlib.Path, page: str) -> str:
@@ -140,9 +129,8 @@ def _line(path: pathlib.Path, traceback: str) -> str:
         return ""
     cell, line = map(int, match.groups())
     text = path.read_text()
-    start = [block.start(1) for block in BLOCK.finditer(text)][
-        cell - 2
-    ]  # the first cell is the hidden one
+    starts = [block.start(1) for block in BLOCK.finditer(text)]
+    start = starts[cell - 2]  # cells count from 1, and the first is the hidden one
     return f":{text.count(chr(10), 0, start) + line}"
 
 
