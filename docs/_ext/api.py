@@ -119,11 +119,15 @@ PAGES = {  # by file name, in the order of the sidebar
 }
 MODULES = sorted({page.module for page in PAGES.values()})
 DOTTED = re.compile(r"(?:\b\w+\.)+(\w+)")
-HOOK_METHODS = "begin close comes_after end logs restore state write"  # see the docstring of `Hook`
-LOADER_METHODS = "chunk dropped fingerprint shapes"
+HOOK_METHODS = "begin close end logs restore state write"  # see the docstring of `Hook`
+LOADER_METHODS = "chunk dropped fingerprint put_on_device shapes summary"
 # Public classes have methods that only functrain calls. They are left out of the pages.
 HIDDEN_MEMBERS = {
     **{f"functrain.hooks.{name}": HOOK_METHODS for name in functrain.hooks.__all__},
+    "functrain.hooks.Evaluate": "require_new",
+    "functrain.hooks.ReduceLROnPlateau": f"{HOOK_METHODS} require_rates",
+    "functrain.events.Event": "new_state original_state",
+    "functrain.events.ChunkEnd": "scalar_logs",
     "functrain.population.EarlyStopping": HOOK_METHODS,
     "functrain.ArrayLoader": LOADER_METHODS,
     "functrain.NoData": f"{LOADER_METHODS} batch",
@@ -137,8 +141,8 @@ HIDDEN_MEMBERS = {
 }
 # Classes that users receive and do not construct: their pages show no signature.
 RECEIVED = {
-    *{"Doctor", "Explanation", "FlaxLayer", "Fused", "History", "Memory", "NotFinite", "Placement"},
-    *{"Run", *functrain.events.__all__},
+    *{"Explanation", "FlaxLayer", "Fused", "History", "Memory", "NotFinite", "Placement", "Run"},
+    *functrain.events.__all__,
 }
 REPRS = {"<class 'jax.numpy.bfloat16'>": "jnp.bfloat16"}  # of defaults
 OWN_TYPE = re.compile(r"\b(?:functrain|bridge)(?:\.\w+)+")
