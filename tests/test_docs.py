@@ -21,7 +21,9 @@ README = ROOT / "README.md"
 IN_DOCS = sorted({*DOCS.glob("*.md")} - {DOCS / "index.md"})  # the build makes that of the README
 PAGES = [README, *IN_DOCS, *sorted(DOCS.glob("design/*.md"))]
 WITH_CODE = [page for page in PAGES if "```python" in page.read_text()]
-NAMING = [*PAGES, ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("benchmarks/*.md"))]
+FOR_CONTRIBUTORS = [ROOT / f"{name}.md" for name in ("CONTRIBUTING", "RELEASING", "SECURITY")]
+NAMING = [*PAGES, *FOR_CONTRIBUTORS, *sorted(ROOT.glob("benchmarks/*.md"))]
+TEMPLATES = sorted(ROOT.glob(".github/*/*.yml"))
 MADE_BY_RUNNING = ("examples/output", "benchmarks/output", "docs/_build")
 
 
@@ -139,7 +141,7 @@ def test_every_heading_that_is_linked_to_exists(page: pathlib.Path) -> None:
         assert anchor in [re.sub(r"[^\w -]", "", h).lower().replace(" ", "-") for h in headings]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", [*NAMING, *TEMPLATES], ids=named)
 def test_every_public_name_that_is_written_exists(page: pathlib.Path) -> None:
     for short, package in (("ft", functrain), ("bridge", bridge)):
         for dotted in set(re.findall(rf"\b{short}\.(?!md\b)([A-Za-z_][\w.]*\w)", page.read_text())):
@@ -152,6 +154,11 @@ def test_every_public_name_that_is_written_exists(page: pathlib.Path) -> None:
 def test_the_readme_lists_every_page() -> None:
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", README.read_text()))
     assert linked == {page.name for page in IN_DOCS}
+
+
+def test_the_examples_that_are_listed_are_all_there_are() -> None:
+    listed = re.findall(r"^\| \[`(\w+\.py)`\]", (DOCS / "getting-started.md").read_text(), re.M)
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob("examples/[a-z]*.py"))
 
 
 def commands() -> list[str]:
