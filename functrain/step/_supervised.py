@@ -29,9 +29,9 @@ def supervised(
 ) -> LossFn:
     """Returns the loss of a model on batches ``(x, y)`` or ``(x, y, sample_weight)``, or dicts.
 
-    The value is the mean of the per-example losses, plus the losses that the model added. With
-    sample weights w and per-example losses l of batch size B, it is Σwl / B as in Keras
-    (``"mean"``), or Σwl / Σw (``"weighted_mean"``).
+    The value is the mean of the values that `loss` returns, plus the losses that the model added.
+    With sample weights w and n values l, the mean is Σwl / n as in Keras (``"mean"``), or
+    Σwl / Σw (``"weighted_mean"``).
 
     Args:
       model: The model to apply.
@@ -137,7 +137,16 @@ def apply_model(
     """
     if isinstance(params, optax.LookaheadParams):
         params = params.fast if mode.get("training", False) else params.slow
-    output = model.apply(params, model_state, inputs, **mode)
+    try:
+        output = model.apply(params, model_state, inputs, **mode)
+    except Exception as error:
+        # A state takes any params, and the error is that of the library or the user's function.
+        if type(params) is tuple and len(params) == 2 and not jax.tree.leaves(model_state):
+            error.add_note(
+                "The params are a tuple of two. If it is what model.init returned, write "
+                "params, model_state = model.init(...), and pass both to TrainState.create."
+            )
+        raise
     is_output = isinstance(output, ModelOutput)
     advice = "Write: return functrain.ModelOutput(outputs, model_state)"
     # `require_instance` would show the class of a tracer, not its shape.

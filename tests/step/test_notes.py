@@ -1,5 +1,7 @@
 """Notes on errors of a loss, in `fit` and in a step that is called by hand."""
 
+import flax.errors
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -74,6 +76,21 @@ def test_a_model_that_returns_bare_outputs_is_told_what_to_return() -> None:
 
 def drawing(params, model_state, batch, *, rng, training):
     return jnp.mean(params["w"] * jax.random.normal(rng, (3,))), ft.Aux(model_state)
+
+
+@pytest.mark.parametrize("model", [MODEL, ft.from_linen(flax.linen.Dense(1))])
+def test_what_init_returns_in_place_of_params_is_named(model: ft.Model) -> None:
+    state = ft.TrainState.create(params=model.init(jax.random.key(0), BATCH[0]), tx=TX)
+    step = ft.train_step(ft.supervised(model, optax.squared_error), TX)
+    with pytest.raises((TypeError, flax.errors.FlaxError)) as error:
+        step(state, BATCH)
+    assert any("write params, model_state = model.init" in note for note in error.value.__notes__)
+
+
+def test_other_errors_of_a_model_have_no_note_about_init() -> None:
+    with pytest.raises(TypeError, match="contracting") as error:
+        ft.predict_step(MODEL)(STATE, np.ones((4, 7), np.float32))
+    assert not any("model.init" in note for note in error.value.__notes__)
 
 
 def test_a_loss_that_draws_without_a_key_is_told_where_keys_come_from() -> None:
