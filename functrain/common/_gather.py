@@ -21,7 +21,7 @@ def fetch_global(tree: PyTree) -> PyTree:
 
 
 def _gather_shards(x: Any) -> Any:
-    # The second case needs no collective: each process has a copy of a replicated array.
+    # A replicated array needs no collective: each process has a copy of it.
     if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
         return x
     return allgather(x, tiled=True)

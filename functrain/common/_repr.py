@@ -26,7 +26,7 @@ def call(instance: Any, /, **parts: Any) -> str:
 def brief(value: Any) -> str:
     """Returns a short description of a value. It waits for no device and shows no addresses."""
     if _tree.is_array(value):
-        return _tree.spec(value) + " (deleted)" * _tree.is_deleted(value)
+        return f"{_tree.spec(value)} (deleted)" if _tree.is_deleted(value) else _tree.spec(value)
     if not jax.tree_util.all_leaves([value]):
         return _brief_tree(value)
     text = repr(value)
@@ -78,7 +78,6 @@ def _brief_tree(tree: PyTree) -> str:
         text = repr(tree)
         return text if len(text) <= _LONGEST and " at 0x" not in text else type(tree).__name__
     count = sum(math.prod(x.shape) for x in arrays)
-    plural = "s" * (len(arrays) > 1)
+    text = f"{count:,} in 1 array" if len(arrays) == 1 else f"{count:,} in {len(arrays):,} arrays"
     # Donated to a program: it can happen to a state that the caller still refers to.
-    deleted = " (deleted)" * any(map(_tree.is_deleted, arrays))
-    return f"{count:,} in {len(arrays):,} array{plural}{deleted}"
+    return f"{text} (deleted)" if any(map(_tree.is_deleted, arrays)) else text

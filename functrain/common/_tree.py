@@ -66,7 +66,8 @@ def is_array(x: PyTree) -> bool:
 
 def spec(x: PyTree) -> str:
     """Returns the dtype and shape of an array as ``float32[8, 3]``, or the type of another leaf."""
-    return strong_spec(x) + ", weak type" * bool(getattr(x, "weak_type", False))
+    is_weak = getattr(x, "weak_type", False)
+    return f"{strong_spec(x)}, weak type" if is_weak else strong_spec(x)
 
 
 def strong_spec(x: PyTree) -> str:
@@ -163,7 +164,7 @@ def copy(tree: PyTree) -> PyTree:
 
 
 def copy_if_needed(tree: PyTree) -> PyTree:
-    """Returns the tree like `copy`, but reuses each jax array unless another leaf shares it."""
+    """Returns the tree like `copy`, but reuses jax arrays that are strongly typed and not shared."""
     shared_paths = {path for _, path in aliases(tree)}
 
     def copy_or_reuse(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
@@ -223,9 +224,10 @@ def device_put_like(x: Any, other: jax.Array) -> jax.Array:
 
 
 def _copy(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:
-    is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
-    # NumPy has arrays of strings, objects and dates.
-    if not is_array or getattr(getattr(leaf, "dtype", None), "kind", "") in tuple("OSUMm"):
+    is_valid = isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
+    # NumPy has arrays of objects, strings, dates and times.
+    kind = getattr(getattr(leaf, "dtype", None), "kind", None)
+    if not is_valid or kind in ("O", "S", "U", "M", "m"):
         raise TypeError(
             f"expected an array at {path_str(path)}, got {spec(leaf)}. A state holds arrays "
             "only, as functrain.TrainState.create and bridge.create_state(model, tx) make it. "

@@ -115,7 +115,7 @@ class Driver:
     def is_running(self) -> bool:
         """Returns True if a program is running."""
         arrays = [x for x in jax.tree.leaves(self.done) if isinstance(x, jax.Array)]
-        return any(not x.is_ready() for x in arrays)  # type: ignore[attr-defined]  # at run time
+        return any(not x.is_ready() for x in arrays)  # type: ignore[attr-defined]  # untyped in jax
 
     def _compare_program(self, compiled: Program, args: tuple[PyTree, ...]) -> None:
         """Raises ValueError unless the other processes are about to run the same program."""

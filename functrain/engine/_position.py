@@ -54,8 +54,8 @@ def require_position(start: object, name: str = "start") -> Position:
     if start is None:
         return Position()
     advice = (
-        "Of an array: int(state.step). If all epochs of the training have the same length, pass "
-        "functrain.Position.from_step(step=int(state.step), steps_per_epoch=len(loader))."
+        "For an array, pass int(state.step). If all epochs of the training have the same length, "
+        "pass functrain.Position.from_step(step=int(state.step), steps_per_epoch=len(loader))."
     )
     if not isinstance(start, Position):
         expected = "a functrain.Position(step, epoch, batch)"

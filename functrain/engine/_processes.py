@@ -16,6 +16,7 @@ from functrain.data._batches import Batches
 
 
 def has_remote_shards(x: Any) -> bool:
+    """Returns True for an array of which other processes hold a part."""
     return isinstance(x, jax.Array) and not x.is_fully_addressable
 
 
@@ -59,10 +60,11 @@ def require_same_run(batches: Batches, sharding: NamedSharding, **arguments: Any
     """
     if sharding.is_fully_addressable:
         return
-    facts = {**batches.fingerprint()}
-    facts["sharding"] = f"{sharding.spec} over {dict(sharding.mesh.shape)}"
-    for name, value in arguments.items():
-        facts[name] = _strip_addresses(repr(value))
+    facts = {
+        **batches.fingerprint(),
+        "sharding": f"{sharding.spec} over {dict(sharding.mesh.shape)}",
+        **{name: _strip_addresses(repr(value)) for name, value in arguments.items()},
+    }
     _require_same(
         batches.name,
         facts,
@@ -74,6 +76,7 @@ def require_same_run(batches: Batches, sharding: NamedSharding, **arguments: Any
 
 
 def _require_same(name: str, facts: dict[str, str], expected: str, advice: str) -> None:
+    """Raises ValueError in every process unless all of them pass the same facts."""
     first, *others = gather_from_processes(facts)
     lines = []
     for fact, value in first.items():

@@ -19,14 +19,14 @@ _clock = time.perf_counter
 
 
 def ask(seconds: Seconds) -> None:
-    """Begins to add up seconds by kind."""
+    """Begins to add up the seconds of each kind in a dict, until `end` is called with it."""
     if not _asking:
         jax.monitoring.register_event_duration_secs_listener(_count)
     _asking.append(seconds)
 
 
 def end(seconds: Seconds) -> None:
-    """Ends it."""
+    """Stops adding up seconds in a dict that was passed to `ask`."""
     _asking[:] = [x for x in _asking if x is not seconds]
     if not _asking:
         jax.monitoring.unregister_event_duration_listener(_count)

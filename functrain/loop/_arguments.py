@@ -114,7 +114,9 @@ def run_arguments(
     require_training_step(step)
     # A later run of the same state sees new orders of the data. A position implies its order.
     steps_before = steps_taken(state) if start is None else 0
-    batches, epochs, position = _epochs(data, epochs, steps, steps_per_epoch, start, steps_before)
+    batches, epochs, position = _divide_into_epochs(
+        data, epochs, steps, steps_per_epoch, start, steps_before
+    )
     traits_of(step).require_data(batches.data, batches.name)
     if batches.steps and position.batch >= batches.steps:
         expected = f"at most {batches.steps} batches in an epoch of {batches.name}"
@@ -160,7 +162,7 @@ def pass_arguments(data: Any, *, sharding: _placement.ShardingArg, **options: An
     return arguments
 
 
-def _epochs(
+def _divide_into_epochs(
     data: Any,
     epochs: int | None,
     steps: int | None,
@@ -170,27 +172,34 @@ def _epochs(
 ) -> tuple[Batches, int, Position]:
     """Returns the batches, the number of epochs and the first position."""
     position = require_position(start)
+    epochs = _count_epochs(epochs, steps, steps_per_epoch)
+    length = steps if steps_per_epoch is None else steps_per_epoch
+    if length is None:
+        return as_batches(data, steps_before=steps_before), epochs, position
+    # They may be numbers of NumPy.
+    per_epoch, total = (None if x is None else int(x) for x in (steps_per_epoch, steps))
+    batches = EpochsOfSteps(as_batches(data), per_epoch, total, steps_before)
+    return batches, epochs, Position.from_step(position.step, length)
+
+
+def _count_epochs(epochs: int | None, steps: int | None, steps_per_epoch: int | None) -> int:
+    """Returns the number of epochs; raises ValueError for lengths that do not fit together."""
     if steps_per_epoch is not None:
         require_integer("steps_per_epoch", steps_per_epoch)
     if steps is None:
         epochs = 1 if epochs is None else epochs
         require_integer("epochs", epochs, 0)
-        if steps_per_epoch is None:
-            return as_batches(data, steps_before=steps_before), epochs, position
-        first = Position.from_step(position.step, steps_per_epoch)
-        batches = EpochsOfSteps(as_batches(data), int(steps_per_epoch), steps_before=steps_before)
-        return batches, epochs, first
+        return int(epochs)
     if epochs is not None:
         raise ValueError(
             f"epochs and steps: expected one of them, got {epochs!r} and {steps!r}. Both are "
             "totals; to evaluate after every few steps, pass steps_per_epoch= with either."
         )
     require_integer("steps", steps)
-    interval = steps if steps_per_epoch is None else steps_per_epoch
+    length = steps if steps_per_epoch is None else steps_per_epoch
     expected = f"a number that divides steps={steps}"
-    require(steps % interval == 0, "steps_per_epoch", expected, steps_per_epoch)
-    batches = EpochsOfSteps(as_batches(data), steps_per_epoch, int(steps), steps_before)
-    return batches, steps // interval, Position.from_step(position.step, interval)
+    require(steps % length == 0, "steps_per_epoch", expected, steps_per_epoch)
+    return int(steps // length)
 
 
 def steps_taken(state: PyTree) -> int:
@@ -222,15 +231,13 @@ def require_constant(state: PyTree) -> None:
     """Raises an error unless a state can be a constant of a program: arrays and numbers only."""
     require_untraced("state", state)
     require_integers_fit(state, "state")
+    advice = (
+        "Make a state with functrain.TrainState.create(params=..., tx=tx), of a Keras model with "
+        "bridge.create_state(model, tx); of what fit returns, pass its state."
+    )
     for path, leaf in _tree.leaves_with_path(state):
         is_valid = _tree.is_array(leaf) or is_number(leaf)
-        require(is_valid, "state", f"an array at {path}", leaf, _MAKE_A_STATE, error=TypeError)
-
-
-_MAKE_A_STATE = (
-    "Make a state with functrain.TrainState.create(params=..., tx=tx), of a Keras model with "
-    "bridge.create_state(model, tx); of what fit returns, pass its state."
-)
+        require(is_valid, "state", f"an array at {path}", leaf, advice, error=TypeError)
 
 
 def require_training_step(step: Any) -> None:

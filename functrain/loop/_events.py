@@ -33,6 +33,7 @@ class Event:
         values that hooks add go into the history.
       samples: Pictures, `u8[H, W, C]`, and texts of this event by name, for the loggers among the
         later hooks; `functrain.hooks.Sample` adds them.
+      stopped: True if `stop` was called, at this event or within the epoch that it ends.
 
     Examples:
       >>> event = Event(position=Position(step=3), state=())

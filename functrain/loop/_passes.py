@@ -305,7 +305,7 @@ def _merge_batches(x: np.ndarray) -> np.ndarray:
 
 
 def _trace(step: MeteredStep, state: PyTree, batch: PyTree) -> None:
-    """Traces a step."""
+    """Traces an evaluation step with a state and a batch, or their shapes."""
     abstract_state = _placement.abstract_on_mesh(state, None)
     with tracing_guards():
         jax.eval_shape(lambda s, x: step(step.start(s), x), abstract_state, _tree.shapes(batch))

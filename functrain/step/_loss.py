@@ -21,9 +21,9 @@ class Aux(flax.struct.PyTreeNode, eq=False):
       logs: Scalars to report beside the loss, by name.
       weight: `f32[]`, the divisor of the mean over examples, if it is not their number: the sum of
         their weights. Means over batches, in evaluation, in the history and in `micro_batches`,
-        are weighted by it. Training logs it as ``sum_of_weights``, a name whose
-        type tells it from a log of yours. Use ``()`` if the loss is not
-        a mean, for example a sum; `micro_batches` then raises an error.
+        are weighted by it. Training logs it as ``sum_of_weights``, a name whose type tells it from
+        a log of yours. Use ``()`` if the loss is not a mean, for example a sum; `micro_batches`
+        then raises an error.
       labels: The labels, for metrics that compare them with the outputs. With None, these metrics
         take the second part of a batch that is a tuple.
       sample_weight: `f32[B]` or `f32[B, ...]`, the weights of the examples, or a mask, with which

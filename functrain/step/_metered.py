@@ -77,12 +77,7 @@ class MeteredStep(StepTraits):
         if self.rng is not None:
             args.append(jax.random.fold_in(self.rng, metered.metrics[BATCH_COUNT]))
         state, loss, aux = self.base(*args)
-        with jax.named_scope("metrics"):
-            metrics = self.metrics.update(metered.metrics, batch, aux, loss)
-        changes = _tree.differences(metered.metrics, metrics)
-        expected = "from update the structure, shapes and dtypes that init returned"
-        advice = "Cast in update, as with x.astype(old.dtype), or begin with arrays of that dtype."
-        require_no_problems("metrics", changes, expected, advice, error=TypeError)
+        metrics = self._update_metrics(metered.metrics, batch, aux, loss)
         if self.trains and isinstance(state, TrainState):
             taken, _ = taken_and_scale(state.opt_state)
             # With `skip_non_finite`, a step that was skipped does not count in the metrics.
@@ -92,6 +87,16 @@ class MeteredStep(StepTraits):
         values = jax.eval_shape(self.metrics.compute, metrics) if self.trains else {}
         _tree.require_scalars(values)
         return Metered(state, metrics), logs_of(loss, aux, values)
+
+    def _update_metrics(self, metrics: PyTree, batch: PyTree, aux: Aux, loss: jax.Array) -> PyTree:
+        """Returns the metrics with a batch added; raises TypeError if they lose their structure."""
+        with jax.named_scope("metrics"):
+            updated = self.metrics.update(metrics, batch, aux, loss)
+        changes = _tree.differences(metrics, updated)
+        expected = "from update the structure, shapes and dtypes that init returned"
+        advice = "Cast in update, as with x.astype(old.dtype), or begin with arrays of that dtype."
+        require_no_problems("metrics", changes, expected, advice, error=TypeError)
+        return updated
 
 
 # The log of ``Aux.weight``: means over the steps of an epoch are weighted by it.

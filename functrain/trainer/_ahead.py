@@ -67,8 +67,9 @@ def look_ahead(
     # The checks trace with shapes only, without the shardings that explicit mesh axes require.
     can_trace = arguments.jit and not _placement.is_explicit(arguments.sharding)
     metrics = metric_names(step) if isinstance(step, MeteredStep) else frozenset[str]()
+    names = {"loss", *metrics}
     # A step without metrics may report no loss, so its names are unknown here.
-    names, names_of_epochs = {"loss", *metrics}, {"loss", *metrics} if metrics else set[str]()
+    names_of_epochs = set(names) if metrics else set[str]()
     is_population = traits_of(step).is_population
     read: list[Any] = [arguments.batches.data]
     monitored = []
@@ -86,17 +87,26 @@ def look_ahead(
             _check_monitor(hook, state, is_population=is_population)
             if knows_all_names and hook.monitor not in names:
                 monitored.append(hook.monitor)
-    # What is not a checkpointer at all is refused elsewhere.
-    monitor = getattr(checkpointer, "monitor", None)
-    if monitor is not None and is_population:
-        expected = f"the value of one member, such as '{monitor}/0'"
-        advice = "functrain.population.select takes the best member of any checkpoint."
-        require(monitor not in names, "monitor", expected, monitor, advice)
-        monitor = re.sub(r"/\d+$", "", monitor)
+    monitor = _monitored_name(checkpointer, names, is_population=is_population)
     if monitor is not None and knows_all_names and monitor not in names:
         monitored.append(monitor)
     if monitored and can_trace:
         _require_logs(monitored, names, state, step, arguments)
+
+
+def _monitored_name(checkpointer: Any, names: set[str], *, is_population: bool) -> str | None:
+    """Returns the name of the value that a checkpointer monitors, without the number of a member.
+
+    Raises ValueError if it monitors all members of a population together.
+    """
+    # What is not a checkpointer at all is refused elsewhere.
+    monitor: str | None = getattr(checkpointer, "monitor", None)
+    if monitor is None or not is_population:
+        return monitor
+    expected = f"the value of one member, such as '{monitor}/0'"
+    advice = "functrain.population.select takes the best member of any checkpoint."
+    require(monitor not in names, "monitor", expected, monitor, advice)
+    return re.sub(r"/\d+$", "", monitor)
 
 
 def _check_evaluation(
@@ -118,7 +128,11 @@ def _check_evaluation(
 
 
 def _check_monitor(hook: EarlyStopping, state: PyTree, *, is_population: bool) -> None:
-    """Raises ValueError if a hook watches members of a population, and there are none; or not."""
+    """Raises ValueError for a hook that does not fit to the state.
+
+    It watches each member although there is no population, or one value although there is one; or
+    it lowers a learning rate that the state does not have.
+    """
     expected = "a hook that watches one value, such as functrain.hooks.EarlyStopping"
     if is_population:
         expected = "a hook that watches each member, such as functrain.population.EarlyStopping"

@@ -1,6 +1,7 @@
 """Learning curves."""
 
 import io
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,7 +40,7 @@ def draw(history: "History") -> "Figure":
     names = list(dict.fromkeys(name.removeprefix("val_") for name in all_values))
     # More than three panels in a row are too small on a page.
     columns = min(3, max(1, len(names)))
-    rows = max(1, -(-len(names) // columns))
+    rows = max(1, math.ceil(len(names) / columns))
     figure = Curves(figsize=(5.2 * columns, 3.6 * rows), layout="constrained")
     panels = np.ravel(figure.subplots(rows, columns))
     for panel, name in zip(panels, names, strict=False):

@@ -28,7 +28,7 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a step in an array": (
         lambda: saver().save(STATE, jnp.int32(3)),  # type: ignore[arg-type]
         TypeError,
-        r"position: .*got int32\[\]\. Of an array: int\(state\.step\)",
+        r"position: .*got int32\[\]\. For an array, pass int\(state\.step\)",
     ),
     "a traced state": (
         lambda: jax.jit(lambda state: ft.save("s", state))(STATE),
