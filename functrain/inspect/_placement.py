@@ -52,30 +52,39 @@ def placement(state: PyTree, shardings: PyTree = None) -> str:
     """
     if shardings is not None:
         state = jax.tree.map(_with_sharding, state, shardings)
+    paths_by_row: dict[tuple[str, ...], list[str]] = {}
     arrays = []
-    groups: dict[tuple[str, ...], list[str]] = {}
     for path, leaf in _tree.leaves_with_path(state):
         if _tree.is_array(leaf):
+            paths_by_row.setdefault(_row(path, leaf), []).append(path)
             arrays.append(leaf)
-            shape = shard_shape(leaf)
-            # Everything that a row shows. Equal layers have paths that differ in numbers only.
-            group = (
-                re.sub(r"\d+", "*", path),
-                _tree.strong_spec(leaf),
-                _mesh_axes(leaf),
-                "whole" if shape == leaf.shape else "x".join(map(str, shape)),
-                _repr.format_bytes(bytes_on_each(leaf)),
-            )
-            groups.setdefault(group, []).append(path)
+    lines = [*_meshes(arrays), _format_rows(paths_by_row), *_totals(arrays)]
+    return "\n".join(lines)
+
+
+def _row(path: str, leaf: Any) -> tuple[str, ...]:
+    """Returns all that a row shows of a leaf, with `*` for the numbers in its path."""
+    shape = shard_shape(leaf)
+    return (
+        re.sub(r"\d+", "*", path),
+        _tree.strong_spec(leaf),
+        _mesh_axes(leaf),
+        "whole" if shape == leaf.shape else "x".join(map(str, shape)),
+        _repr.format_bytes(bytes_on_each(leaf)),
+    )
+
+
+def _format_rows(paths_by_row: dict[tuple[str, ...], list[str]]) -> str:
+    """Returns the table of the rows, each with the paths of its leaves."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("leaves", overflow="fold", max_width=_MAX_PATH_WIDTH)
     for name in ("array", "sharding", "shard"):
         table.add_column(name, overflow="fold")
     table.add_column("bytes", justify="right", no_wrap=True)
-    for (_, spec, *cells), paths in groups.items():
+    for (_, spec, *cells), paths in paths_by_row.items():
         array = f"{len(paths)} {spec}" if len(paths) > 1 else spec
         table.add_row(_common_path(paths), array, *cells)
-    return "\n".join([*_meshes(arrays), _table.render(table, _WIDTH), *_totals(arrays)])
+    return _table.render(table, _WIDTH)
 
 
 def _with_sharding(x: Any, sharding: Any) -> Any:
