@@ -40,8 +40,9 @@ _PRODUCTS_OF_ATTENTION = {
 _WRAPPERS = re.compile(
     r"\b(?:jit|pjit|jvp|transpose|vmap|remat|checkpoint|custom_jvp|custom_vjp|shard_map)\(([^()]*)\)"
 )
+# Parts of a name that control flow adds, or empty ones, which remain of wrappers such as `jvp()`.
 _PARTS_OF_CONTROL_FLOW = re.compile(
-    r"while|body|cond|scan|closed_call|eval_jaxpr|rematted_computation|branch_\d+_fun|"
+    r"(?:while|body|cond|scan|closed_call|eval_jaxpr|rematted_computation|branch_\d+_fun)?"
 )
 
 
@@ -81,7 +82,7 @@ class Cost:
         do not count.
       devices: How many devices share them.
       layers: The parts of the step, the largest first.
-      traffic: What the devices send to each other in a step, by kind of collective.
+      traffic: The data that the devices send to each other in a step, by kind of collective.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp
@@ -104,7 +105,7 @@ class Cost:
 
     @property
     def dispatch_saved(self) -> float:
-        """The part of the time with one step per program that fusing K steps saves."""
+        """The part of the time of single steps that fusing K steps saves; NaN if it is unknown."""
         saved = DISPATCH_SECONDS * (1 - 1 / self.k)
         return saved / (self.seconds + DISPATCH_SECONDS)
 
@@ -183,8 +184,8 @@ def cost(
 
     The TPU compiler estimates the cycles of every kernel. For GPUs the time is a roofline: the
     larger of FLOPs by peak speed and bytes by bandwidth, and 2 µs for each kernel. The bytes are
-    those that kernels write, twice, since what is written is also read. Nothing was measured:
-    compare estimates with each other.
+    those that kernels write, twice, since what is written is also read. For CPUs there is no
+    estimate of the time. Nothing was measured: compare estimates with each other.
 
     Args:
       state: The state, or its shapes.

@@ -43,7 +43,7 @@ class Memory:
       temporaries: Other memory of the program: activations, gradients.
       checkpoint_copy: The copy that a checkpointer writes while training continues. 0 without a
         checkpointer, and on accelerators, whose copy is in the memory of the host.
-      padding: What an accelerator adds to arguments whose shapes do not fit its tiles.
+      padding: Bytes that an accelerator adds to arguments whose shapes do not fit its tiles.
       chip: The device, with its memory; None if that is not known.
       is_refused: True if the compiler refused the program as too large. It counts more than this
         report, so it may do so even where `total` seems to fit.

@@ -95,7 +95,7 @@ class Sizes(NamedTuple):
 
     @property
     def products(self) -> int:
-        """Returns the number of multiplications, including those with padding and holes."""
+        """The number of multiplications, including those with padding and holes."""
         sums = self.batch * math.prod(self.positions) * self.features
         return sums * math.prod(self.window) * self.channels
 

@@ -41,7 +41,7 @@ class Rewrite(NamedTuple):
 
 
 class Replacement(NamedTuple):
-    """What replaces an equation: a function of variables that are computed before it.
+    """A function that replaces an equation, of variables that are computed before it.
 
     Attributes:
       fn: ``(*inputs) -> output``, plain `jax.lax` code, which captures no arrays.

@@ -27,6 +27,7 @@ def mesh(
     Raises:
       TypeError: `axes` is not a mapping.
       ValueError: The sizes do not use all devices.
+      NotImplementedError: The connections between the devices allow no such mesh.
 
     Examples:
       >>> import jax

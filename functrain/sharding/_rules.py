@@ -54,7 +54,7 @@ def fsdp(axis: str | tuple[str, ...] = "data", *, min_size: int = 2**16) -> Rule
       min_size: Leaves with fewer elements are replicated.
 
     Returns:
-      A rule.
+      A rule. Using it raises ValueError if the mesh lacks the axis.
 
     Examples:
       >>> import jax

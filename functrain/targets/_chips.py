@@ -16,7 +16,7 @@ _GPU = "https://www.nvidia.com/en-us/data-center/"
 
 
 class Chip(NamedTuple):
-    """What is known about a device. Estimates are made from it.
+    """The figures of a device, from which estimates are made.
 
     Attributes:
       name: Its name.

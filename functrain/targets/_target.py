@@ -52,6 +52,7 @@ class Target:
           explicit: True to make shardings part of the types of arrays.
 
         Raises:
+          TypeError: `axes` is not a mapping.
           ValueError: The sizes do not use all devices.
           NotImplementedError: The connections between the devices allow no such mesh.
 
