@@ -27,6 +27,9 @@ def hyperparameters(population: PopulationState) -> dict[str, np.ndarray]:
       Arrays `[N]` by name, such as ``learning_rate``. If two optimizers have a hyperparameter of
       that name, both are given by their paths.
 
+    Raises:
+      TypeError: `population` is not a `PopulationState`.
+
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, optax
       >>> tx = optax.inject_hyperparams(optax.sgd)(learning_rate=0.5)
@@ -61,6 +64,7 @@ def with_hyperparameters(population: PopulationState, values: Mapping[str, Any])
     Raises:
       ValueError: A name matches no leaf of the state (the error lists candidates) or several, or
         a schedule sets the hyperparameter; or `values` does not have one value for each member.
+      TypeError: `population` is not a `PopulationState`.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp, optax

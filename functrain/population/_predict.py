@@ -34,7 +34,7 @@ def predict_step(step: Step[Any], *, combine: Combine = "mean", block: Block = "
       Stopped members predict, too.
 
     Raises:
-      TypeError: `step` is not a predict step.
+      TypeError: `step` is not a predict step; or (when traced) the state is not a population.
       ValueError: `combine` or `block` is not one of those; or (when traced) there are no classes to
         vote for.
 

@@ -31,6 +31,7 @@ def select(population: PopulationState, values: Any, *, mode: str) -> Any:
     Raises:
       ValueError: `values` does not have one value for each member, all are NaN, or `mode` is
         invalid.
+      TypeError: `population` is not a `PopulationState`.
 
     Examples:
       >>> import functrain as ft, jax.numpy as jnp
@@ -77,6 +78,7 @@ def resample(
       ValueError: `values` does not have one value for each member, all are NaN, `mode` or
         `fraction` is invalid, a hyperparameter is not in the state or its factors are not a
         sequence, or an integer one has factors that are not integers.
+      TypeError: `population` is not a `PopulationState`.
 
     Examples:
       >>> import functrain as ft, jax, jax.numpy as jnp

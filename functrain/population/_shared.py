@@ -59,7 +59,7 @@ def map_state(function: Callable[[PyTree], PyTree], carry: PyTree) -> PyTree:
     return function(carry)
 
 
-def joining(step: Callable[..., Any], shared: PyTree | None) -> Callable[..., Any]:
+def joined_step(step: Callable[..., Any], shared: PyTree | None) -> Callable[..., Any]:
     """Returns the step of a member, for states, with or without metrics, that lack shared leaves.
 
     The shared leaves of the state that it returns are dropped, since a step does not change them.

@@ -14,7 +14,7 @@ from functrain.metrics._metric import Metered
 from functrain.population._blocks import Run, copy_onto_chip, count_blocks, run_blocks
 from functrain.population._loader import Loader
 from functrain.population._over_members import Block, Data, OverMembers, where_active
-from functrain.population._shared import joining, map_state, require_unchanged
+from functrain.population._shared import joined_step, map_state, require_unchanged
 from functrain.population._state import PopulationState, require_population
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
@@ -133,7 +133,7 @@ class _OfAll(StepTraits):
     ) -> tuple[Any, jax.Array, PyTree]:
         """Returns the new carry, stacked, the members that are active after it, and the logs."""
         was_active, shared = population.active, population.shared
-        new, logs = self.over(joining(self.member, shared), stacked, batch, was_active)
+        new, logs = self.over(joined_step(self.member, shared), stacked, batch, was_active)
         if shared is not None:
             require_unchanged(self.member, *self.over.take_first(stacked, batch), shared)
         active = was_active
@@ -187,7 +187,7 @@ class MeteredPopulationStep(_OfAll, MeteredStep):
         stacked = Metered(state.states, metered.metrics)
         # Evaluation includes stopped members, whose values select the best one.
         if not self.trains:
-            new, logs = self.over(joining(self.member, state.shared), stacked, batch)
+            new, logs = self.over(joined_step(self.member, state.shared), stacked, batch)
             return Metered(state, new.metrics), logs
         new, active, logs = self._take_step(state, stacked, batch)
         return Metered(state.replace(states=new.state, active=active), new.metrics), logs
