@@ -50,7 +50,8 @@ def test_every_page_has_a_place_in_the_sidebar(extension) -> None:
 
 def test_members_that_the_api_pages_hide_exist(extension) -> None:
     api = extension("api")
-    shared = {*api.HOOK_METHODS.split(), *api.LOADER_METHODS.split()}  # each class has some of these
+    # Each class has some of these.
+    shared = {*api.HOOK_METHODS.split(), *api.LOADER_METHODS.split()}
     for name, members in api.HIDDEN_MEMBERS.items():
         missing = {x for x in members.split() if not hasattr(api._get(name), x)}
         assert missing <= shared
@@ -61,7 +62,7 @@ def test_members_that_the_api_pages_hide_exist(extension) -> None:
 def test_classes_without_a_signature_on_the_api_pages_are_public(extension) -> None:
     api = extension("api")
     public = {name.rpartition(".")[2] for names in api._names().values() for name in names}
-    assert api.RECEIVED <= public
+    assert public >= api.RECEIVED
 
 
 def test_links_lead_to_where_the_site_shows_a_file(extension) -> None:

@@ -60,7 +60,7 @@ def run(script: pathlib.Path, output: pathlib.Path, *options: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     if done.returncode:
         raise RuntimeError(f"{script.name} {' '.join(options)} failed\n{done.stderr}")
-    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout)  # colours
+    text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", done.stdout)  # colors
     lines = [line.rpartition("\r")[2] for line in text.splitlines()]  # bars are written over
     lines = [line for line in lines if "[Gloo]" not in line]  # one for each pair of processes
     return "\n".join(lines).strip().replace(str(output), "examples/output")
