@@ -63,7 +63,7 @@ class Tracker(Logger):
         self.run_id: str | None = None
         self.run: Any = None
         self._is_active = False
-        # The last step of each name that the tracker had when the run was continued.
+        # The last step of each name that the tracker had when it was started.
         self._last_steps: dict[str, int] = {}
 
     def start(self, run_id: str | None) -> tuple[str, Mapping[str, int]]:
@@ -77,7 +77,7 @@ class Tracker(Logger):
 
         Returns:
           The id of the run, and the last step that the tracker has for each name: an empty dict for
-          a new run, or for a tracker that ignores the steps that it already has.
+          a new run, after a `pause`, or for a tracker that ignores the steps that it already has.
         """
         raise NotImplementedError
 
@@ -113,7 +113,8 @@ class Tracker(Logger):
         """Starts a run, or continues the one of the checkpoint, unless it is active."""
         if not self._is_active:
             self.run_id, last_steps = self.start(self.run_id)
-            self._last_steps = dict(last_steps)
+            # Those of the first start stay: a pause may come before the run has passed them.
+            self._last_steps |= last_steps
             self._is_active = True
 
     def write(self, lines: Sequence[Line]) -> None:

@@ -49,7 +49,7 @@ class Trackio(Tracker):
         resumed = {} if run_id is None else {"name": run_id, "resume": "allow"}
         with _without_output() if is_restart else contextlib.nullcontext():
             self.run = self._trackio.init(**{**self.init, **resumed})
-        # After a pause, all that is in the storage is older than what comes.
+        # After a pause, the storage has nothing new but what this process has logged.
         return self.run.name, {} if is_restart else self._last_steps_stored()
 
     def _last_steps_stored(self) -> dict[str, int]:

@@ -207,6 +207,30 @@ def test_a_tracker_of_three_methods_has_each_value_once_after_several_lives(kind
     assert loggers[-1].calls[-1] == "finish"
 
 
+def test_a_pause_does_not_make_a_resumed_run_log_again_what_the_tracker_has() -> None:
+    class AskedOnce(Pausing):
+        def start(self, run_id: str | None) -> tuple[str, dict[str, int]]:
+            is_restart = bool(self.calls)
+            run_id, last_steps = super().start(run_id)
+            return run_id, {} if is_restart else last_steps
+
+    def end_epochs(log: Any, *steps: int) -> None:
+        for step in steps:
+            log(ft.events.EpochEnd(position=ft.Position(step), state=(), values={"loss": 0.5}))
+
+    runs: dict[str, Points] = {}
+    killed, resumed = AskedOnce(runs), AskedOnce(runs)
+    killed.begin()
+    state = killed.state()
+    end_epochs(killed, 1, 2, 3)
+    resumed.restore(state)
+    resumed.begin()
+    end_epochs(resumed, 1)
+    resumed.state()  # a checkpoint earlier than the killed process would have made its next one
+    end_epochs(resumed, 2, 3, 4)
+    assert [step for _, step, _ in runs["run 0"]] == [1, 2, 3, 4]
+
+
 def test_a_second_fit_with_the_same_tracker_is_a_run_of_its_own() -> None:
     runs: dict[str, Points] = {}
     log = Memory(runs, every=1)
