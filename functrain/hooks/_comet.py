@@ -51,7 +51,7 @@ class Comet(Tracker):
         hint = "Comet needs its library: pip install 'functrain[comet]'"
         self._comet = import_optional("comet_ml", hint)
         # The number of archives that were finished.
-        self._archives = 0
+        self._archive_count = 0
 
     def start(self, run_id: str | None) -> tuple[str, Mapping[str, int]]:
         """Starts an experiment, or continues the one with a key."""
@@ -101,10 +101,11 @@ class Comet(Tracker):
         with _without_messages():
             self.run.end()
         if self._is_offline():
-            for path, number in self._archives_of(self.run.get_key()):
+            key = self.run.get_key()
+            for path, number in self._archives_of(key):
                 if number is None:
-                    path.rename(path.with_name(f"{self.run.get_key()}-{self._archives:05d}.zip"))
-            self._archives += 1
+                    path.rename(path.with_name(f"{key}-{self._archive_count:05d}.zip"))
+            self._archive_count += 1
 
     def _take_over_archives(self, key: str, is_resumed: bool) -> None:
         """Puts aside what was archived after the checkpoint; a new run keeps what there is."""
@@ -112,10 +113,10 @@ class Comet(Tracker):
             # Comet makes an empty one at the start, which stays if the process is killed.
             if path.stat().st_size == _EMPTY_ARCHIVE_BYTES:
                 path.unlink()
-            elif is_resumed and (number is None or number >= self._archives):
+            elif is_resumed and (number is None or number >= self._archive_count):
                 path.replace(path.with_name(f"killed-{path.name}"))
             elif number is not None:
-                self._archives = max(self._archives, number + 1)
+                self._archive_count = max(self._archive_count, number + 1)
 
     def _archives_of(self, key: str) -> list[tuple[pathlib.Path, int | None]]:
         """Returns the archives of an experiment, and their numbers if they have been numbered."""
@@ -125,17 +126,17 @@ class Comet(Tracker):
 
     def state(self) -> dict[str, Any]:
         """Waits until Comet has all; returns the experiment's key and the number of archives."""
-        return {**super().state(), "archives": self._archives}
+        return {**super().state(), "archives": self._archive_count}
 
     def restore(self, state: dict[str, Any], /) -> None:
         """Makes the next `start` continue the experiment of the checkpoint."""
         super().restore(state)
-        self._archives = state["archives"]
+        self._archive_count = state["archives"]
 
     def end(self) -> None:
         """Ends the experiment, and its archive."""
         super().end()
-        self._archives = 0
+        self._archive_count = 0
 
 
 @contextlib.contextmanager

@@ -99,6 +99,6 @@ class Watchdog:
                         child.kill()
                 os._exit(self.STATUS)
 
-    def _print(self, what: str, seconds: float) -> None:
-        text = f"functrain.hooks.Watchdog: {what} for {seconds:g} seconds, at {self._position}."
+    def _print(self, problem: str, seconds: float) -> None:
+        text = f"functrain.hooks.Watchdog: {problem} for {seconds:g} seconds, at {self._position}."
         print(text, file=_STDERR, flush=True)
