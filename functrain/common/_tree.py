@@ -164,7 +164,7 @@ def copy(tree: PyTree) -> PyTree:
 
 
 def copy_if_needed(tree: PyTree) -> PyTree:
-    """Returns the tree like `copy`, but reuses jax arrays that are strongly typed and not shared."""
+    """Returns the tree like `copy`, but reuses strongly typed arrays of jax that no leaf shares."""
     shared_paths = {path for _, path in aliases(tree)}
 
     def copy_or_reuse(path: tuple[jax.tree_util.KeyEntry, ...], leaf: PyTree) -> jax.Array:

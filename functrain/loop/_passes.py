@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from functrain.common import _repr, _tree
+from functrain.common import _tree
+from functrain.common._arguments import describe_signature
 from functrain.common._checks import require, require_no_problems
 from functrain.common._gather import fetch_global
 from functrain.common._log_values import to_values
@@ -106,7 +107,8 @@ class Evaluation:
 
     def __init__(self, step: MeteredStep, data: Any, **options: Any) -> None:
         if not isinstance(step, MeteredStep) or step.trains:
-            got = "a step that trains" if isinstance(step, MeteredStep) else _repr.brief(step)
+            trains = isinstance(step, MeteredStep)
+            got = "a step that trains" if trains else describe_signature(step)
             raise TypeError(
                 f"eval_step: expected a step from functrain.eval_step(loss_fn, ...), got {got}."
             )

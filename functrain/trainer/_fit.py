@@ -90,7 +90,7 @@ def fit(
         be endless; finite data is repeated as often as needed.
       steps_per_epoch: The length of an epoch, if it is not one pass over the data: for evaluation,
         means, metrics, printed lines, the history, hooks and checkpoints. It must divide `steps`,
-        which then is the default.
+        which are one epoch without it.
       start: The position to continue from, such as the end of another fit; see `run`. With `steps`
         or `steps_per_epoch`, only its step is used. With None, steps and epochs count from 0, and
         an `ArrayLoader` continues with the orders after ``state.step``: a loop of

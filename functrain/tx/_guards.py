@@ -286,8 +286,10 @@ def taken_and_scale(opt_state: PyTree) -> tuple[jax.Array | None, jax.Array | No
     skip = opt_state.skip if is_scaled else opt_state
     is_skipping = isinstance(skip, SkipState)
     # A guard around a part would leave the rest of the optimizer with a step that was skipped.
-    inner = _tree.nodes(skip.inner if is_skipping else skip, SkipState, LossScaleState)
-    expected = "one of skip_non_finite, skip_spikes and loss_scale, around the whole optimizer"
-    advice = "Write functrain.tx.skip_non_finite(optax.chain(...)), around MultiSteps as well."
-    require(not inner, "tx", expected, "one inside of another transformation", advice)
+    if _tree.nodes(skip.inner if is_skipping else skip, SkipState, LossScaleState):
+        raise ValueError(
+            "tx: expected one of skip_non_finite, skip_spikes and loss_scale, around the whole "
+            "optimizer, got one inside of another transformation. Write "
+            "functrain.tx.skip_non_finite(optax.chain(...)), around MultiSteps as well."
+        )
     return skip.taken if is_skipping else None, opt_state.scale if is_scaled else None

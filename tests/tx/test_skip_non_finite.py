@@ -146,5 +146,5 @@ def test_skipping_does_not_depend_on_k() -> None:
     ],
 )
 def test_a_guard_around_a_part_of_the_optimizer_is_refused(tx) -> None:
-    with pytest.raises(ValueError, match=r"around the whole optimizer, got 'one inside of another"):
+    with pytest.raises(ValueError, match=r"around the whole optimizer, got one inside of another"):
         ft.train_step(LOSS_FN, tx)(begin(tx), (X[0], Y[0]))
