@@ -133,11 +133,13 @@ def _totals(leaves: list[Any]) -> list[str]:
     # A leaf may be on some of the devices only, so each device is counted separately.
     for leaf in leaves:
         sharding = getattr(leaf, "sharding", None)
-        devices: Iterable[Any] = ["one device"]
+        devices: Iterable[Any]
+        if sharding is None:
+            devices = ["one device"]
         # An abstract mesh has a number of devices, but no device objects.
-        if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        elif isinstance(getattr(sharding, "mesh", None), AbstractMesh):
             devices = [f"device {i}" for i in range(sharding.num_devices)]
-        elif sharding is not None:
+        else:
             devices = sharding.device_set
         bytes_of_device.update(dict.fromkeys(devices, bytes_on_each(leaf)))
     devices_by_bytes: dict[int, list[Any]] = {}
