@@ -1,11 +1,14 @@
 """What the pages say: their code runs as it stands, and all that they name is there."""
 
+import ast
 import contextlib
+import io
 import pathlib
 import re
 import shlex
 import subprocess
 import sys
+import tokenize
 from typing import Any
 
 import jax
@@ -159,6 +162,30 @@ def test_the_readme_lists_every_page() -> None:
 def test_the_examples_that_are_listed_are_all_there_are() -> None:
     listed = re.findall(r"^\| \[`(\w+\.py)`\]", (DOCS / "getting-started.md").read_text(), re.M)
     assert sorted(listed) == sorted(path.name for path in ROOT.glob("examples/[a-z]*.py"))
+
+
+def lines_of_code(path: pathlib.Path) -> int:
+    """Counts the lines of a file without blank lines, comments and docstrings."""
+    text = path.read_text()
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.string.strip() and token.type != tokenize.COMMENT:
+            lines |= {*range(token.start[0], token.end[0] + 1)}
+    documented = ast.Module | ast.FunctionDef | ast.ClassDef
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node):
+            lines -= {*range(node.body[0].lineno, node.body[0].end_lineno + 1)}
+    return len(lines)
+
+
+def test_the_lines_of_our_examples_are_those_that_the_comparison_names() -> None:
+    text = (DOCS / "comparison.md").read_text()
+    rows = re.findall(r"^\| \[`(\w+\.py)`\][^|]*\| (\d+) \|", text, re.M)
+    shared = re.findall(r"the (\d+) lines of\s`examples/(\w+\.py)`", text)
+    named_lines = {**dict(rows), **{name: count for count, name in shared}}
+    counted = {name: str(lines_of_code(ROOT / "examples" / name)) for name in named_lines}
+    assert len(named_lines) == 6
+    assert named_lines == counted
 
 
 def commands() -> list[str]:
