@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -147,9 +148,14 @@ def fit(
     validation_data = prepared.validation_data
     if prepared.validation_split and validation_data is None:
         data, validation_data = keras_private.data.split_validation(data, prepared.validation_split)
-    more = {"shuffle": shuffle, "class_weight": prepared.class_weight}
     batches = keras_batches(
-        model, data, prepared.batch_size, prepared.steps_per_epoch, trains=True, **more
+        model,
+        data,
+        prepared.batch_size,
+        prepared.steps_per_epoch,
+        trains=True,
+        shuffle=shuffle,
+        class_weight=prepared.class_weight,
     )
     # The checks from here on need a built model.
     keras_private.trainer.build_from(model, batches.data)
@@ -159,13 +165,8 @@ def fit(
     options = Options(fuse, rewrites)
     evaluation: Evaluation | None = None
     if validation_data is not None:
-        size = prepared.validation_batch_size or prepared.batch_size
-        arguments = model, validation_data, size, prepared.validation_steps, batches
-        make = functools.cache(functools.partial(_checks.validation_batches, *arguments))
-        # As in Keras, a generator is not asked for a batch before the first evaluation.
-        if not isinstance(validation_data, types.GeneratorType):
-            make()
-        evaluation = Evaluation(make, validation_freq, options)
+        validation_batches = _validation_batches(model, validation_data, prepared, batches)
+        evaluation = Evaluation(validation_batches, validation_freq, options)
     callbacks = prepared.callbacks
     _checks.require_fit(model, callbacks, has_checkpointer=checkpointer is not None)
     with files_written(callbacks):
@@ -296,6 +297,19 @@ def predict(
         _build_by_call(model, batches.data)
     callbacks = _callback_list(model, callbacks, verbose, batches, epochs=1)
     return run_predict(model, batches, callbacks, Options(fuse, rewrites))
+
+
+def _validation_batches(
+    model: keras.Model, data: Any, prepared: Any, training: Batches
+) -> Callable[[], Batches]:
+    """Returns a function that returns the batches of `validation_data`, and makes them once."""
+    size = prepared.validation_batch_size or prepared.batch_size
+    arguments = model, data, size, prepared.validation_steps, training
+    make_batches = functools.cache(functools.partial(_checks.validation_batches, *arguments))
+    # As in Keras, a generator is not asked for a batch before the first evaluation.
+    if not isinstance(data, types.GeneratorType):
+        make_batches()
+    return make_batches
 
 
 def _build_by_call(model: keras.Model, epochs: Any) -> None:
