@@ -23,8 +23,8 @@ def test_without_an_exit_the_stacks_are_printed_once_and_the_run_goes_on(capfd) 
     state, _ = ft.fit(0, step, batches(), hooks=[hook], fuse=1, verbose=0)
     assert state == 2
     printed = capfd.readouterr().err
-    assert printed.count("no step has ended for 0.3 seconds") == 1
-    assert "for 0.3 seconds, at step 1, epoch 1." in printed
+    # On a busy machine, the compilation before the first step takes as long, too.
+    assert printed.count("no step has ended for 0.3 seconds, at step 1, epoch 1.") == 1
     assert "in batches" in printed
 
 
