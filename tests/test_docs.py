@@ -154,6 +154,14 @@ def test_every_public_name_that_is_written_exists(page: pathlib.Path) -> None:
                 thing = getattr(thing, name)
 
 
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *DOCS.glob("design/*.md")], ids=named)
+def test_every_private_function_that_is_named_exists(page: pathlib.Path) -> None:
+    files = [*ROOT.glob("functrain/**/*.py"), *ROOT.glob("bridge/**/*.py")]
+    defined = {name for path in files for name in re.findall(r"def (\w+)", path.read_text())}
+    private = {*re.findall(r"`(?:\w+\.)?(_[a-z]\w+)`", page.read_text())}
+    assert private - defined == set()
+
+
 def test_the_readme_lists_every_page() -> None:
     linked = set(re.findall(r"\]\(docs/([\w-]+\.md)\)", README.read_text()))
     assert linked == {page.name for page in IN_DOCS}
