@@ -59,6 +59,8 @@ class ProgressReport:
         self._has_epochs = total_steps is None
         self._total = steps_per_epoch if total_steps is None else total_steps
         self._bar: Bar | None = None
+        self._metrics: PyTree = {}
+        self._refresh_time = 0.0
         self._seconds: _times.Seconds = collections.defaultdict(float)
         # A training that was continued with more steps may be in a later epoch.
         self._begin(start.epoch, start.batch if self._has_epochs else start.step)
@@ -129,7 +131,7 @@ class ProgressReport:
         self._title = f"epoch {epoch + 1}/{self._epochs}" if self._has_epochs else "training"
         # The steps may include those before a checkpoint. The rate counts those of this process.
         self._steps, self._examples, self._unit = steps, 0, "steps"
-        self._metrics: PyTree = {}
+        self._metrics = {}
         self._seconds.clear()
         self._start_time = self._refresh_time = time.perf_counter()
 
