@@ -52,7 +52,7 @@ class Goodput:
     def __post_init__(self) -> None:
         self.every = as_trigger(self.every, Every(epochs=1))
         self._seconds: _times.Seconds = _times.Seconds(float)
-        # What earlier runs took, that this one continues.
+        # The seconds of the earlier runs that this one continues.
         self._earlier = 0.0
         self._start: float | None = None
 
