@@ -79,6 +79,15 @@ def test_links_lead_to_where_the_site_shows_a_file(extension) -> None:
     assert seen("[away](https://example.org/x)") == "[away](https://example.org/x)"
 
 
+def test_lines_of_gloo_that_threads_have_cut_are_not_stored_with_a_run(extension) -> None:
+    without_gloo = extension("full_runs").without_gloo
+    said = " is connected to 7 peer ranks. Expected number of connected peer ranks is : 7"
+    whole, cut = f"[Gloo] Rank 0{said}", f"[Gloo] Rank 0 is connected to 7[1] [Gloo] Rank 45{said}"
+    rest = [f"[1] {said}7", "[1] ", "7"]
+    assert without_gloo(["one", whole, cut, *rest, "", "[1] two"]) == ["one", "", "[1] two"]
+    assert without_gloo(["7", "one"]) == ["7", "one"]
+
+
 @pytest.fixture
 def short_run(tmp_path: pathlib.Path) -> pathlib.Path:
     """What a short run of an example left."""
