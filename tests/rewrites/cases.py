@@ -161,12 +161,3 @@ def check_chunks(conv: Conv, x: jax.Array, w: jax.Array) -> None:
     together, all_losses = scan(w, xs)
     np.testing.assert_array_equal(together, twos)
     np.testing.assert_array_equal(all_losses, jnp.concatenate([losses, more_losses]))
-
-
-def check_shard_map(fn: Callable[..., Any], args: Sequence[jax.Array]) -> None:
-    """A function over two devices has the results that it has as it is, within rounding."""
-    mesh, spec = jax.sharding.Mesh(jax.devices()[:2], ("data",)), jax.sharding.PartitionSpec("data")
-    mapped = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
-    got = jax.jit(optimize(mapped))(*args)  # a warning would be an error
-    for g, w in zip(got, jax.jit(mapped)(*args), strict=True):
-        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)

@@ -17,7 +17,6 @@ import pytest
 ROOT = pathlib.Path(bridge.__file__).parent
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if "keras_private" not in p.parts]
 OF_NAMED_TUPLES = {"_replace", "_fields", "_asdict"}
-PRIVATE = re.compile(r"_[a-z]\w*")
 IMPORT = re.compile(r"keras\.(src|_)")
 
 
