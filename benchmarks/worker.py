@@ -96,7 +96,8 @@ def _child(line: Line, **order: Any) -> None:
         pass
     except Exception as error:
         code = 1
-        line.send(error=f"{type(error).__name__}: {str(error).splitlines()[:1]}")
+        first_line = str(error).partition("\n")[0]
+        line.send(error=f"{type(error).__name__}: {first_line}")
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stderr.flush()
