@@ -32,6 +32,14 @@ def about() -> dict[str, Any]:
     }
 
 
+def parser(name: str, description: str | None, epilog: str = "") -> argparse.ArgumentParser:
+    """Returns the parser of a command, whose `--help` keeps the lines of the description."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        name, description=description, epilog=epilog, formatter_class=raw
+    )
+
+
 def add_output(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose the folder of the results."""
     folder: dict[str, Any] = {"dest": "output", "default": OUTPUT}

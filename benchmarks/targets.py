@@ -18,7 +18,7 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # The workloads import Keras, which reads the backend when it is imported.
@@ -28,9 +28,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import functrain as ft
 import jax
-from benchmarks import large_transformers
+from benchmarks import large_transformers, report
 from benchmarks.jax_ways import functrain_parts, keras_scan
 from benchmarks.keras_ways import compiled
+from benchmarks.target_tables import K, Row, describe, markdown
 from benchmarks.workloads import WORKLOADS
 from functrain.common import _hlo
 from functrain.common._platform import compiling_for
@@ -43,7 +44,6 @@ TRAINED = [
 POPULATIONS = ["digits-mlp", "mnist-mlp"]
 QUICK = POPULATIONS
 MEMBERS = [1, 32, 256]
-K = 32
 CHIPS = ["tpu:v5e", "cuda:h100"]
 # Slices of TPUs, and the large transformers that are compiled for them: 7B fits the first one.
 SLICES = {
@@ -53,9 +53,6 @@ SLICES = {
     "tpu:v5e:16x16": ["70B"],
 }
 DEFAULT_TARGETS = [*CHIPS, *SLICES]
-GIB = 2**30
-
-Row = dict[str, Any]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,11 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.targets",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.parser("benchmarks.targets", __doc__)
     known = [*TRAINED, *large_transformers.SIZES]
     parser.add_argument("--quick", action="store_true", help="two workloads on single devices")
     parser.add_argument("--targets", help=f"comma-separated; default {','.join(DEFAULT_TARGETS)}")
@@ -138,6 +131,17 @@ def in_child(part: str, name: str, target: str) -> Iterator[Row]:
         # The child's messages are above, on the standard error that it shares.
         error = f"exit status {child.returncode}"
         yield {"part": part, "target": target, "name": name, "error": error}
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the compilers, and of the libraries that make the programs."""
+    found = {}
+    for package in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "keras"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "missing"
+    return found
 
 
 # The functions below run in the child processes.
@@ -226,143 +230,6 @@ PARTS: dict[str, Callable[[str, ft.Target], Iterator[Row]]] = {
     "population": population_rows,
     "memory": memory_rows,
 }
-
-
-# The functions below write the results.
-
-
-def versions() -> dict[str, str]:
-    """Returns the versions of the compilers, and of the libraries that make the programs."""
-    found = {}
-    for package in ("jax", "jaxlib", "libtpu", "jax-cuda12-pjrt", "keras"):
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            found[package] = "missing"
-    return found
-
-
-def describe(row: Row) -> str:
-    """Returns a line about a row, to print it as it comes."""
-    which = row.get("way") or f"{row.get('members', '')} members"
-    parts = [f"{row['name']}, {row['target']}, {which}"]
-    if "error" in row:
-        return f"{row['name']}, {row['target']}: {row['error']}"
-    if "fits" in row:
-        verdict = "fits" if row["fits"] else "does not fit"
-        size, room = gib(row["total"]), gib(row["memory"])
-        return f"{parts[0]}: {size} of {room} GiB, {verdict} ({row['seconds']:.0f} s)"
-    cycles = f"{row['cycles']:,} cycles, " if row["cycles"] else ""
-    size = f"{row['temporaries'] / 2**20:.2f} MiB of temporaries"
-    return f"{parts[0]}: {cycles}{row['kernels']:.1f} kernels, {size}"
-
-
-def markdown(results: dict[str, Any]) -> str:
-    """Returns the results as a page of tables."""
-    of_versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
-    parts = [
-        "# Training steps, compiled for TPUs and GPUs",
-        f"These are estimates of the compilers; nothing was measured. {results['date']}, "
-        f"{of_versions}. `python -m benchmarks.targets` writes this page.",
-    ]
-    # Written by hand if the rows are not those of a single run.
-    parts += [results["note"]] if "note" in results else []
-    rows = [row for row in results["rows"] if "error" not in row]
-    for target in dict.fromkeys(row["target"] for row in rows):
-        here = [row for row in rows if row["target"] == target]
-        parts += [*step_tables(here), *population_tables(here)]
-    return "\n\n".join([*parts, *memory_table(rows)]) + "\n"
-
-
-def step_tables(rows: list[Row]) -> list[str]:
-    """Returns tables of one target: workloads by ways."""
-    rows = [row for row in rows if row["part"] == "step"]
-    if not rows:
-        return []
-    parts = [
-        f"## A training step on {rows[0]['target']}",
-        "Per step; a kernel within a loop counts as often as the loop runs. *one step* is the step "
-        f"under `jax.jit`, *fused {K}* is functrain's program of {K} steps, *scan by hand* a "
-        "`lax.scan` of the same step, and *Keras's train_step* a `lax.scan` of the step that Keras "
-        f"makes of the compiled model. The temporaries are those of the whole program.",
-    ]
-    if any(row["cycles"] for row in rows):
-        parts += ["Cycles:", pivot(rows, "way", lambda row: f"{row['cycles']:,}")]
-    parts += ["Kernels:", pivot(rows, "way", lambda row: f"{row['kernels']:.1f}")]
-    temporaries = pivot(rows, "way", lambda row: f"{row['temporaries'] / 2**20:.2f}")
-    return [*parts, "Temporaries (MiB):", temporaries]
-
-
-def population_tables(rows: list[Row]) -> list[str]:
-    """Returns tables of one target: workloads by the number of members."""
-    rows = [row for row in rows if row["part"] == "population"]
-    if not rows:
-        return []
-    single = {row["name"]: row["cycles"] for row in rows if row["members"] == 1}
-
-    def cycles(row: Row) -> str:
-        return f"{row['cycles']:,} ({row['cycles'] / single[row['name']]:.1f}×)"
-
-    parts = [
-        f"## Populations on {rows[0]['target']}",
-        "A step of all members, in a program of 32 steps, by the number of members.",
-    ]
-    if all(single.values()):
-        parts += ["Cycles, and how many times those of one member:", pivot(rows, "members", cycles)]
-    return [*parts, "Kernels:", pivot(rows, "members", lambda row: f"{row['kernels']:.1f}")]
-
-
-def memory_table(rows: list[Row]) -> list[str]:
-    """Returns the table of the large transformers."""
-    rows = [row for row in rows if row["part"] == "memory"]
-    if not rows:
-        return []
-    header = ["model", "target", "sharding", "state", "temporaries", "total", "of", "fits"]
-    lines = [
-        [
-            *(row["name"], row["target"], row["way"]),
-            *(gib(row[name]) for name in ("state", "temporaries", "total", "memory")),
-            "yes" if row["fits"] else "**no**",
-            collectives(row),
-        ]
-        for row in rows
-    ]
-    return [
-        "## Large transformers",
-        "GiB on each chip, from `functrain.inspect.memory`. If one buffer is larger than the "
-        "memory, the compiler refuses the program before it adds up the others: the temporaries "
-        "are then at least those given. The models are those of "
-        "`benchmarks/large_transformers.py`: decoders with Adam and float32 parameters, whose "
-        "layers are computed in bfloat16 and recomputed in the backward pass, and one sequence of "
-        f"{large_transformers.TOKENS:,} tokens a chip.",
-        table([*header, "a step sends (GiB a chip)"], lines),
-    ]
-
-
-def collectives(row: Row) -> str:
-    """Returns the collectives of a step: calls, kind, GiB."""
-    sent = row.get("collectives", {}).items()
-    return ", ".join(f"{calls} {kind} ({gib(size, 1)})" for kind, (calls, size) in sent)
-
-
-def pivot(rows: list[Row], column: str, text: Callable[[Row], str]) -> str:
-    """Returns a table of the workloads by the values of a column, such as the way."""
-    columns = list(dict.fromkeys(row[column] for row in rows))
-    cells = {(row["name"], row[column]): text(row) for row in rows}
-    names = dict.fromkeys(row["name"] for row in rows)
-    lines = [[name, *(cells.get((name, value), "") for value in columns)] for name in names]
-    return table(["workload", *map(str, columns)], lines)
-
-
-def table(header: list[str], lines: Iterable[list[str]]) -> str:
-    """Returns a table in Markdown."""
-    separator = ["---"] * len(header)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (header, separator, *lines))
-
-
-def gib(size: float, digits: int = 2) -> str:
-    """Returns a number of bytes in GiB."""
-    return f"{size / GIB:.{digits}f}"
 
 
 if __name__ == "__main__":

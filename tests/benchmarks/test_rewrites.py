@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 
 from benchmarks import rewrites
-from benchmarks.rewrites import draw, equations, leave_one_out, summarize
+from benchmarks.regret import draw, equations, summarize
+from benchmarks.rewrites import leave_one_out
 from functrain.rewrites import _optimize
 
 

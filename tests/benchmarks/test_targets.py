@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import functrain as ft
-from benchmarks import large_transformers, targets
+from benchmarks import large_transformers, target_tables
 
 ROOT = pathlib.Path(__file__).parents[2]
 # By hand: d = 4096 and 8192; four or fewer matrices of attention, three of the layer's own network.
@@ -50,6 +50,12 @@ def test_each_device_holds_its_part_of_params_and_moments(
     assert held == state_bytes(name, devices, way)
 
 
+def test_the_stored_page_has_the_stored_results() -> None:
+    folder = ROOT / "benchmarks" / "results"
+    results = json.loads((folder / "targets.json").read_text())
+    assert target_tables.markdown(results) == (folder / "targets.md").read_text()
+
+
 def test_the_pages_state_what_each_device_holds() -> None:
     results = json.loads((ROOT / "benchmarks" / "results" / "targets.json").read_text())
     rows = [row for row in results["rows"] if row["part"] == "memory"]
@@ -57,7 +63,7 @@ def test_the_pages_state_what_each_device_holds() -> None:
     for row in rows:
         devices = math.prod(map(int, row["target"].rpartition(":")[2].split("x")))
         assert row["state"] == state_bytes(row["name"], devices, row["way"])
-    for table in targets.memory_table(rows)[-1].splitlines():
+    for table in target_tables.memory_table(rows)[-1].splitlines():
         assert table in (ROOT / "docs" / "devices.md").read_text()
 
 
