@@ -112,16 +112,12 @@ def write(results: dict[str, Any], path: pathlib.Path) -> None:
 
 def parse(arguments: Sequence[str] | None, suite: Suite = TRAINING) -> argparse.Namespace:
     """Parses the command line, and replaces names by workloads and ways."""
-    parser = argparse.ArgumentParser(
-        suite.name,
-        description=suite.description,
-        epilog="ways:\n" + "\n".join(f"  {w.name:27}  {w.label}" for w in suite.ways.values()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ways = "\n".join(f"  {way.name:27}  {way.label}" for way in suite.ways.values())
+    parser = report.parser(suite.name, suite.description, f"ways:\n{ways}")
     parser.add_argument("--quick", action="store_true", help="small workloads, 3 rounds")
     parser.add_argument("--workloads", help=f"comma-separated, of {', '.join(WORKLOADS)}")
     parser.add_argument("--ways", help="comma-separated; see below")
-    parser.add_argument("--rounds", type=int, help="default 5")
+    parser.add_argument("--rounds", type=int, help="default 5; 3 with --quick and for big nets")
     parser.add_argument("--steps", type=int, help="per call, in place of each workload's own")
     report.add_output(parser)
     parser.add_argument(

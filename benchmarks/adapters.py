@@ -7,7 +7,6 @@ python -m benchmarks.adapters
 python -m benchmarks.adapters --quick
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import functrain as ft
+from benchmarks import report
 
 MEMBERS, RANK = 8, 8
 SHARED = "model_state/frozen/**"
@@ -74,10 +74,10 @@ def cases() -> dict[str, Case]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser("benchmarks.adapters", __doc__)
     parser.add_argument("--model", choices=tuple(cases()), help="one of them instead of both")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--quick", action="store_true", help="two rounds, and few steps")
+    parser.add_argument("--rounds", type=int, default=5, help="default 5; 2 with --quick")
+    parser.add_argument("--quick", action="store_true", help="few rounds and steps")
     args = parser.parse_args(arguments)
     console = Console()
     for name, case in cases().items():
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Training(NamedTuple):
-    """A state, its step and a batch; how many such trainings eight members need."""
+    """A state, its step and a batch, and how many such trainings eight members need."""
 
     state: Any
     step: Any
@@ -138,7 +138,7 @@ def make_trainings(case: Case) -> dict[str, Training]:
 
 
 def memory_table(name: str, trainings: dict[str, Training]) -> Table:
-    """Returns the memory of each training, of one member for those one after another."""
+    """Returns the memory and the FLOPs of each training: of one member, if they take turns."""
     title = f"{name}: memory, MiB"
     table = Table("training", "state", "trained params", "whole fit", "GFLOP / step", title=title)
     for way, (state, step, batch, repeats) in trainings.items():

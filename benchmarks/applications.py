@@ -110,7 +110,9 @@ class Compared:
 def head(fused: bool) -> str:
     """Returns the two header lines of the table."""
     columns = "plain, ms | rewritten, ms | speed | processor | compile s | rewritten"
-    named = f"{columns} | difference | rounding" + f" | fused: {columns}" * fused
+    named = f"{columns} | difference | rounding"
+    if fused:
+        named += f" | fused: {columns}"
     return f"| architecture | {named} |\n|---|{'---:|' * len(named.split('|'))}"
 
 
@@ -225,7 +227,7 @@ def distance(a: Any, b: Any) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser("benchmarks.applications", description=__doc__)
+    parser = report.parser("benchmarks.applications", __doc__)
     parser.add_argument("--set", choices=("applications", "layers", "hub"), default="applications")
     parser.add_argument("--names", help="comma-separated; default: the whole set")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
@@ -255,7 +257,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _rows(names: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     for name in names:
         command = [sys.executable, "-m", "benchmarks.applications", "--one", "--names", name]
-        command += ["--set", args.set, "--rounds", str(args.rounds)] + ["--fused"] * args.fused
+        command += [
+            "--set",
+            args.set,
+            "--rounds",
+            str(args.rounds),
+            *(["--fused"] if args.fused else []),
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
             yield f"| {name} | failed |"

@@ -10,7 +10,6 @@ one of them. The sentences are listed in `SENTENCES`. A sentence without numbers
 names the fastest way, is for the author to check. The command prints the fastest ways for that.
 """
 
-import argparse
 import datetime
 import json
 import pathlib
@@ -20,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.report import RESULTS, Results, cell, milliseconds
+from benchmarks.report import RESULTS, Results, cell, milliseconds, parser
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ("README.md", "docs/performance.md", "docs/comparison.md")
@@ -143,9 +142,9 @@ SENTENCES = [
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns 1 if a page differs from the results."""
-    parser = argparse.ArgumentParser("benchmarks.figures", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="change the pages")
-    args = parser.parse_args(arguments)
+    command = parser("benchmarks.figures", __doc__)
+    command.add_argument("--write", action="store_true", help="change the pages")
+    args = command.parse_args(arguments)
     differences = findings()
     for page, old, new in differences:
         print(f"{page}\n  - {old}\n  + {new or 'must be written by hand'}")

@@ -7,7 +7,6 @@ Every measurement runs in its own process, and the ways take turns. With the cac
 an earlier run are on disk. Python's bytecode is always cached, as it is for installed packages.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -62,8 +61,8 @@ print(json.dumps([times[0] - began, *times[1:]]))
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser("benchmarks.first_step", description=__doc__)
-    parser.add_argument("--rounds", type=int, help="default 5")
+    parser = report.parser("benchmarks.first_step", __doc__)
+    parser.add_argument("--rounds", type=int, help="default 5; 1 with --quick")
     parser.add_argument("--quick", action="store_true", help="one round of the smallest workload")
     parser.add_argument("--workloads", help=f"comma-separated; default {WORKLOADS}")
     report.add_output(parser)
@@ -86,7 +85,8 @@ def measured(workload: str, rounds: int) -> dict[tuple[str, bool], list[list[flo
         for i in range(rounds + 1):
             for way, cache in ways:
                 run_durations = run(way, workload, pathlib.Path(folder), cache)
-                durations[way, cache] += [run_durations] * (i > 0)
+                if i:
+                    durations[way, cache].append(run_durations)
     return durations
 
 

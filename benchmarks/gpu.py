@@ -1,16 +1,16 @@
-"""Measures functrain and its alternatives on a GPU, in two runs of at most six minutes.
+"""Measures functrain and its alternatives on a GPU, in two runs of at most 11 and 20 minutes.
 
 python -m benchmarks.gpu --part first       # the first half of the parts; then --part second
 python -m benchmarks.gpu --part dispatch,fit
 python -m benchmarks.gpu --list
 python -m benchmarks.gpu --quick            # small sizes; runs to its end on a CPU, too
 
-The parts come in the order of their worth. Each has a process of its own, because XLA reads its
+The most important parts come first. Each has a process of its own, because XLA reads its
 flags only once, and because a process of JAX takes most of the device's memory. A part has a limit
 in seconds: what it has measured until then is kept, and results.json is written after each part.
 Within a part the ways take turns, so that a slow moment of the machine affects all of them. A way
-of a large model is a part, whose memory and first epoch are measured, too. Ways run three times
-before they are timed, because the first calls of a CUDA graph are slower.
+of a large model is a part, whose memory and first epoch are measured, too. Ways run two or three
+times before they are timed, because the first calls of a CUDA graph are slower.
 
 The part "device" prints the target configuration of the GPU. With its text, estimates for this GPU
 are made on machines that have only its compiler: `functrain.inspect.cost(state, step, batch,
@@ -29,6 +29,8 @@ import sys
 import tempfile
 import time
 from typing import Any, NamedTuple
+
+from benchmarks import report
 
 OUTPUT = pathlib.Path(__file__).parent / "output" / "gpu"
 LARGE = ["gpt2", "resnet50-224"]
@@ -95,11 +97,7 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
-        prog="benchmarks.gpu",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = report.parser("benchmarks.gpu", __doc__)
     parser.add_argument("--part", default="", help='"first", "second", or names, with commas')
     parser.add_argument("--list", action="store_true", help="list the parts and their limits")
     parser.add_argument("--quick", action="store_true", help="small sizes and few rounds")
@@ -156,7 +154,9 @@ def in_child(name: str, part: Part, args: argparse.Namespace, left: float) -> di
     flags = f"{os.environ.get('XLA_FLAGS', '')} {part.flags}".strip()
     environment = {**os.environ, "KERAS_BACKEND": "jax", "XLA_FLAGS": flags}
     command = [sys.executable, "-m", "benchmarks.gpu", "--child", name]
-    command += ["--rounds", str(args.rounds), *["--quick"] * args.quick]
+    command += ["--rounds", str(args.rounds)]
+    if args.quick:
+        command.append("--quick")
     limit = min(part.seconds * (10 if args.quick else 1), left)
     results: dict[str, Any] = {}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

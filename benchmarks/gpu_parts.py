@@ -163,8 +163,7 @@ LARGE = {"gpt2": gpt2, "resnet50-224": resnet50}
 
 
 def large(name: str, way: str, quick: bool, rounds: int) -> Iterator[Result]:
-    """Times one way of a large model, its first step, and its peak of memory."""
-
+    """Times one way of a large model, its first epoch, and its peak of memory."""
     workload = LARGE[name](quick)
     start = time.perf_counter()
     if way.startswith("torch"):
@@ -228,7 +227,6 @@ def independence(quick: bool, rounds: int) -> Iterator[Result]:
 
 
 def _difference(a: list[Any], b: list[Any]) -> str:
-
     if all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)):
         return "equal bits"
     largest = max(float(np.max(np.abs(x - y))) for x, y in zip(a, b, strict=True))
@@ -290,7 +288,6 @@ def _made(ways: dict[str, Callable[[], Run]]) -> dict[str, Run]:
 
 def _on_device(workload: Any) -> Any:
     """Returns the batches of an epoch, every leaf `[steps, B, ...]`, on the device."""
-
     n, batch = workload.steps, workload.batch
     return jax.tree.map(
         lambda x: jax.device_put(x.reshape(n, batch, *x.shape[1:])), workload.data()
@@ -299,14 +296,12 @@ def _on_device(workload: Any) -> Any:
 
 def _cut(epoch: Any, k: int) -> list[Any]:
     """Returns the full chunks of K batches; a smaller last chunk is left out."""
-
     n = len(jax.tree.leaves(epoch)[0])
     return [jax.tree.map(lambda x, i=i: x[i : i + k], epoch) for i in range(0, n - k + 1, k)]
 
 
 def _passes(program: Any, carry: Any, chunks: list[Any]) -> Run:
     """Returns a function that runs a program on all chunks and waits for the result."""
-
     carry = jax.tree.map(lambda x: x.copy(), carry)
 
     def run() -> None:

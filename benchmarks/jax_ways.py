@@ -133,6 +133,7 @@ def by_hand(workload: Workload) -> tuple[Any, Any]:
 
 
 def own_by_hand(workload: Workload) -> tuple[Any, Any]:
+    """Returns the same for a workload with `own_step`."""
     state, own_step = workload.functrain_step()
 
     def step(carry: Any, batch: Any) -> Any:
@@ -185,7 +186,7 @@ def scan(workload: Workload) -> Run:
 
 
 def keras_scan_32(workload: Workload) -> Run:
-    """Returns a scan of Keras's `train_step`, as newer versions do for steps_per_execution."""
+    """Returns a scan of Keras's `train_step`, as Keras 3.16 does for steps_per_execution."""
     chunks = _stacked(workload, min(32, workload.steps))
     first_batch = jax.tree.map(lambda leaf: leaf[0], chunks[0])
     (*training_state, metrics), program = keras_scan(compiled(workload), first_batch)

@@ -11,7 +11,8 @@ sum of the kernels is then less than the time of the step. For a step of your ow
 python -m benchmarks.kernels --graphs cuda:h100
 
 This compiles programs of one step and of 32 steps for a GPU that need not be there, and counts
-their kernels, loops and CUDA graphs with each setting of `benchmarks.gpu`. Nothing is measured.
+their kernels, loops and CUDA graphs, by default and with each setting of `benchmarks.gpu`. Nothing
+is measured.
 The text of a target configuration, which the part "device" of `benchmarks.gpu` prints, is read from
 a file: `--graphs h100.pbtxt`. Without the device, algorithms are not tuned: the kernels may differ.
 """
@@ -36,6 +37,7 @@ from rich import box
 from rich.table import Table
 
 import functrain as ft
+from benchmarks import report
 from functrain.common import _hlo, _table
 from functrain.common._platform import compiling_for
 
@@ -271,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks.profile import example
     from benchmarks.workloads import WORKLOADS
 
-    parser = argparse.ArgumentParser("benchmarks.kernels", description=__doc__)
+    parser = report.parser("benchmarks.kernels", __doc__)
     parser.add_argument("--workload", choices=WORKLOADS, default="vit")
     parser.add_argument("--rewrites", choices=("auto", "exact", "off"), default="auto")
     parser.add_argument("--top", type=int, default=30, help="rows to show")
@@ -279,7 +281,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.graphs:
-        print_rows(args.graphs) if args.rows else print(graphs_table(args.graphs))
+        if args.rows:
+            print_rows(args.graphs)
+        else:
+            print(graphs_table(args.graphs))
         return
     print(table(kernels(*example(WORKLOADS[args.workload]), rewrites=args.rewrites), args.top))
 

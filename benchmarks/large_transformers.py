@@ -16,6 +16,8 @@ TOKENS = 2048
 
 
 class Size(NamedTuple):
+    """The sizes of a transformer; `words` is that of its vocabulary."""
+
     layers: int
     width: int
     heads: int
@@ -44,6 +46,8 @@ WAYS: dict[str, tuple[int, Any]] = {
 
 
 def params(size: Size) -> Any:
+    """Returns the parameters, all zero; `jax.eval_shape` of this makes only their shapes."""
+
     def weights(*shape: int) -> jax.Array:
         return jnp.zeros(shape, jnp.float32)
 

@@ -1,9 +1,8 @@
-"""Measures the cost of hooks in the training of an MNIST MLP.
+"""Measures the cost of hooks in a training, by default that of an MNIST MLP.
 
 python -m benchmarks.logging                # about three minutes on two CPU cores
 """
 
-import argparse
 import contextlib
 import importlib.util
 import os
@@ -34,7 +33,7 @@ Hooks = Callable[[pathlib.Path], list[Any]]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser("benchmarks.logging", __doc__)
     parser.add_argument("--workload", default="mnist-mlp", choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--epochs", type=int, default=EPOCHS, help="of a round")
@@ -96,7 +95,8 @@ def measured(folder: pathlib.Path, workload_name: str, rounds: int, epochs: int)
     for i in range(rounds + 1):
         for name, make in ways().items():
             values = seconds(make, folder / f"{name}{i}")
-            durations[name] += [values] * (i > 0)
+            if i:
+                durations[name].append(values)
     steps = epochs * workload.steps
     table = Table("hooks", "µs / step", "relative", "processor, µs / step", "relative")
     for name, both in durations.items():

@@ -6,7 +6,6 @@ python -m benchmarks.population                # about ten minutes on two CPU co
 python -m benchmarks.population --quick
 """
 
-import argparse
 import concurrent.futures
 import multiprocessing
 import os
@@ -43,8 +42,8 @@ DEVICES = 2
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = report.parser("benchmarks.population", __doc__)
+    parser.add_argument("--rounds", type=int, default=7, help="default 7; 2 with --quick")
     parser.add_argument("--quick", action="store_true", help="fewer and smaller workloads")
     report.add_output(parser)
     args = parser.parse_args(arguments)

@@ -8,7 +8,6 @@ the time of the step, in which operations overlap and are fused. For a step of y
 `profile(step, state, batch)`.
 """
 
-import argparse
 import dataclasses
 import os
 import pathlib
@@ -25,6 +24,7 @@ from rich import box
 from rich.table import Table
 
 import functrain as ft
+from benchmarks import report
 from benchmarks.operations import Operation, dense_rate, least, operations, seconds
 from benchmarks.report import milliseconds
 from functrain.common import _table
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line."""
     from benchmarks.workloads import WORKLOADS
 
-    parser = argparse.ArgumentParser("benchmarks.profile", description=__doc__)
+    parser = report.parser("benchmarks.profile", __doc__)
     parser.add_argument("--workload", choices=WORKLOADS, default="mnist-convnet")
     parser.add_argument("--rewrites", choices=("auto", "exact", "off"), default="auto")
     parser.add_argument("--top", type=int, default=30, help="rows to show")

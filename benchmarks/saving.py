@@ -44,7 +44,7 @@ PEAKS = "by hand", "fit", "fit, saved", "fit donated", "fit donated, saved", "re
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = report.parser("benchmarks.saving", __doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0, help="size of the large state")
     parser.add_argument("--folder", type=pathlib.Path, help="where to write; the disk matters")
     parser.add_argument("--memory", action="store_true", help="measure peaks, not times")

@@ -43,7 +43,8 @@ def arguments(
     for name in defaults:
         if isinstance(value := getattr(args, name), int) and value < 1:
             parser.error(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-    args.output = args.output or FOLDER / "output" / (SCRIPT.stem + "-quick" * args.quick)
+    name = f"{SCRIPT.stem}-quick" if args.quick else SCRIPT.stem
+    args.output = args.output or FOLDER / "output" / name
     # These checks run before the script imports Keras or functrain, so that a missing package or a
     # wrong backend gives one line with the remedy instead of a traceback.
     _require_packages(PACKAGES)
