@@ -212,3 +212,13 @@ def test_every_command_finds_tests(command: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout[-500:]
+
+
+def test_the_command_that_a_bug_report_asks_for_prints_the_versions(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    template = (ROOT / ".github" / "ISSUE_TEMPLATE" / "bug_report.yml").read_text()
+    exec(re.findall(r'python -c "(.+)"', template)[0], {})
+    printed = capsys.readouterr().out
+    assert printed.startswith(functrain.__version__)
+    assert f"jax:    {jax.__version__}" in printed
