@@ -3,7 +3,7 @@
 #   make test     ruff, mypy, pytest (with the doctests)
 # make test-slow runs the tests that take seconds each, make test-all all of them; make durations
 # measures which those are; make test-tpu looks at programs for TPUs; make bench compares with the
-# peers (ARGS=--quick: 3 minutes).
+# peers (ARGS=--quick: small workloads).
 # They take the newest Python from 3.12 to 3.14 that is found, and python3 otherwise. PYTHON=python3.11
 # picks another one, and CONSTRAINTS= (empty) takes the newest releases of the packages.
 

@@ -1,8 +1,8 @@
-"""Seven ways to customize `fit`, each trained by `model.fit` and by the fused `bridge.fit`.
+"""Seven ways to customize `fit`, each run by Keras and by the fused loops of `bridge`.
 
-Each cell defines a Keras model that replaces one part of training: the step, the metrics or the
-loss. The cell trains the model with `model.fit` and with `bridge.fit`, and checks that both give
-the same results.
+Each part replaces something: the step, the loss, the metrics, the evaluation, the callbacks or the
+kind of model. Keras and `bridge` run it from the same initial values, and the script checks that
+both give the same results.
 
     python examples/customize_fit.py            # about half a minute on two CPU cores
     python examples/customize_fit.py --quick    # some seconds
