@@ -1,6 +1,8 @@
+import faulthandler
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import numpy as np
@@ -62,11 +64,26 @@ def test_a_run_that_hangs_ends_with_a_status_and_its_stacks(wait, status) -> Non
         assert "Timeout (0:00:02.1" in done.stderr
 
 
-def test_a_run_that_goes_on_prints_nothing_and_leaves_no_timer(capfd) -> None:
-    hook = ft.hooks.Watchdog(0.5)
-    ft.fit(0, step, [np.ones(2, np.float32)] * 4, hooks=[hook], verbose=0)
-    time.sleep(0.7)
+def test_a_run_that_goes_on_prints_nothing_and_leaves_no_timer(capfd, monkeypatch) -> None:
+    timers = []
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timers.append(1))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", timers.clear)
+    hook = ft.hooks.Watchdog(60)
+    watches = []
+    batches = watching([np.ones(2, np.float32)] * 4, watches)
+    ft.fit(0, step, batches, hooks=[hook], verbose=0)
+    (watch,) = watches
+    watch.join(10)
+    assert not watch.is_alive()
+    assert not timers
     assert capfd.readouterr().err == ""
+
+
+def watching(batches, watches):
+    """Yields batches, and finds the thread that watches the run."""
+    watches += [x for x in threading.enumerate() if "_watch" in x.name]
+    assert watches
+    yield from batches
 
 
 @pytest.mark.parametrize("seconds", [0, float("inf"), "60"])
