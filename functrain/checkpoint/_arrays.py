@@ -162,6 +162,16 @@ class StoredArrays(contextlib.ExitStack):
                     result[_index_in(box, common)] = shard[_index_in(shard_box, common)]
             return np.empty(box_shape, dtype) if result is None else result
 
+    def require_files(self) -> None:
+        """Raises CheckpointCorruptError if a file is missing or has another size; reads none."""
+        expected = f"{self.directory}: expected the files of its arrays as saved"
+        with corrupt_on(*PARSE_ERRORS, expected=expected):
+            records = self.manifest["leaves"].values()
+            processes = {process for record in records for process, *_ in record["shards"]}
+            size = sum(self._open(process).seek(0, os.SEEK_END) for process in processes)
+            if size != self.manifest["bytes"]:
+                raise ValueError(f"{size} bytes instead of {self.manifest['bytes']}")
+
     def _read_shard(self, process: int, offset: int, count: int, checksum: str) -> np.ndarray:
         """Returns the bytes of a shard, after comparing their checksum."""
         if self._last_shard[0] == (process, offset, count):

@@ -106,6 +106,20 @@ def verify(directory: str) -> dict[str, Any]:
     return read_current(directory, read)
 
 
+def require_files(directory: str) -> dict[str, Any]:
+    """Compares the sizes of a checkpoint's files, and returns its manifest.
+
+    The CheckpointCorruptError says which are missing or cut short.
+    """
+
+    def read(path: str, manifest: dict[str, Any]) -> dict[str, Any]:
+        with StoredArrays(path, manifest) as stored:
+            stored.require_files()
+        return manifest
+
+    return read_current(directory, read)
+
+
 def write_checkpoint(
     directory: str,
     leaves: Mapping[str, Leaf],

@@ -91,7 +91,7 @@ def read_newest(directory: str, read: Callable[[str, dict[str, Any]], _T]) -> _T
 def read_each(
     paths: Iterable[str], read: Callable[[str], dict[str, Any]], *, skip_missing: bool
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """Returns the manifests of intact checkpoints, and the damage of the others, by path.
+    """Returns the manifests of readable checkpoints, and the damage of the others, by path.
 
     With `skip_missing`, those that the writer has removed since the listing are left out.
     """

@@ -32,7 +32,7 @@ def shown(capsys, *arguments):
 
 def test_a_directory_is_listed(run, capsys) -> None:
     status, (head, *rows) = shown(capsys, run)
-    assert (status, head) == (0, f"{run}: 3 intact, 0 damaged")
+    assert (status, head) == (0, f"{run}: 3 not verified, 0 damaged")
     assert [int(row.split()[0]) for row in rows] == [10, 20, 1200]
     assert "'epoch': 120, 'batch': 7" in rows[2]
     assert rows[1].endswith("{'val_loss': 0.25, 'val_accuracy': 0.75, 'score': 3.0}")
@@ -61,6 +61,22 @@ def test_verify_reads_every_byte(run, capsys) -> None:
     status, lines = shown(capsys, run, "--verify")
     assert (status, lines[0]) == (1, f"{run}: 2 intact, 1 damaged")
     assert lines[-1].startswith(f"damaged: {run}/{20:012d}: expected the bytes of")
+
+
+@pytest.mark.parametrize(
+    ("harm", "got"),
+    [
+        (pathlib.Path.unlink, "its file is missing"),
+        (lambda path: os.truncate(path, 100), "100 bytes instead of"),
+    ],
+)
+def test_a_missing_or_short_file_is_found_without_reading_it(run, capsys, harm, got) -> None:
+    (path,) = (run / f"{1200:012d}").glob("arrays-0-*")
+    harm(path)
+    status, lines = shown(capsys, run)
+    assert (status, lines[0]) == (1, f"{run}: 2 not verified, 1 damaged")
+    assert lines[-1].startswith(f"damaged: {run}/{1200:012d}: expected the files of its arrays")
+    assert got in lines[-1]
 
 
 def test_a_checkpoint_that_says_nothing_of_itself_is_damaged(run, capsys) -> None:

@@ -65,7 +65,7 @@ def test_what_is_read_from_a_tilde_lies_in_the_home_directory(home, capsys) -> N
     assert ft.load("~/run", STATE)["w"].tolist() == [0, 1]
     assert ft.warm_start(STATE, pathlib.Path("~/run")).state["w"].tolist() == [0, 1]
     assert main(["~/run"]) == 0
-    assert "1 intact" in capsys.readouterr().out
+    assert "1 not verified" in capsys.readouterr().out
 
 
 def test_a_script_in_the_home_directory_is_launched(home, capfd) -> None:
