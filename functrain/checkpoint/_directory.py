@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from functrain.checkpoint import _processes
 from functrain.checkpoint._checkpoint import delete_unneeded, read_current
 from functrain.checkpoint._errors import CheckpointCorruptError, ObjectStoreError
-from functrain.checkpoint._files import MANIFEST, files_at, is_step_name
+from functrain.checkpoint._files import MANIFEST, files_at, is_step_name, steps_in
 from functrain.checkpoint._manifest import read_manifest
 from functrain.common import _direction
 from functrain.common._checks import is_integer, require
@@ -20,8 +20,7 @@ _T = TypeVar("_T")
 
 def steps(directory: str) -> list[int]:
     """Returns the steps that have a checkpoint, in ascending order."""
-    folders = (os.path.split(name) for name in files_at(directory).names(directory))
-    return sorted(int(x) for x, name in folders if name == MANIFEST and is_step_name(x))
+    return steps_in(files_at(directory).names(directory))
 
 
 def path_of(directory: str, step: int) -> str:

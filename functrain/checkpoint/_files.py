@@ -15,7 +15,7 @@ import glob
 import io
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import IO
 
 from functrain.checkpoint._object_store import PACKAGES, ObjectStore
@@ -41,6 +41,12 @@ def is_part(name: str) -> bool:
 def is_step_name(name: str) -> bool:
     """Returns True if a name is that of a step's checkpoint: twelve digits."""
     return len(name) == 12 and name.isascii() and name.isdigit()
+
+
+def steps_in(names: Iterable[str]) -> list[int]:
+    """Returns the steps that have a checkpoint among the names of a directory, ascending."""
+    folders = map(os.path.split, names)
+    return sorted(int(x) for x, name in folders if name == MANIFEST and is_step_name(x))
 
 
 def resolve_path(

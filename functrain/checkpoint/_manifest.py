@@ -23,7 +23,7 @@ import numpy as np
 
 from functrain._version import __version__
 from functrain.checkpoint._errors import PARSE_ERRORS, CheckpointMismatchError, corrupt_on
-from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name
+from functrain.checkpoint._files import MANIFEST, files_at, is_part, is_step_name, steps_in
 from functrain.common import _tree
 from functrain.common._types import PyTree
 
@@ -47,12 +47,7 @@ def read_manifest(directory: str) -> dict[str, Any]:
     """
     files = files_at(directory)
     if not files.has(directory, [MANIFEST]):
-        is_empty = all(map(is_part, files.names(directory)))
-        got = "nothing" if is_empty else "something else"
-        raise (FileNotFoundError if is_empty else CheckpointMismatchError)(
-            f"{directory}: expected a checkpoint, got {got}. "
-            "Load what functrain.save wrote, or the directory of one step of a Checkpointer."
-        )
+        raise _no_checkpoint(directory, files.names(directory))
     path = os.path.join(directory, MANIFEST)
     with corrupt_on(*PARSE_ERRORS, expected=f"{path}: expected the manifest of a checkpoint"):
         sealed = json.loads(files.read(path))
@@ -71,6 +66,23 @@ def read_manifest(directory: str) -> dict[str, Any]:
             raise ValueError(f"it is the checkpoint of step {step}")
         manifest["values"] = {name: float(x) for name, x in manifest["values"].items()}
     return manifest
+
+
+def _no_checkpoint(directory: str, names: set[str]) -> Exception:
+    """Returns an error that says what is in a directory without a manifest."""
+    expected = f"{directory}: expected a checkpoint"
+    if all(map(is_part, names)):
+        return FileNotFoundError(f"{expected}, got nothing. Check the path.")
+    if steps := steps_in(names):
+        return CheckpointMismatchError(
+            f"{expected}, got the directory of a Checkpointer with those of the steps "
+            f"{', '.join(map(str, steps[-8:]))}. Load one of them, such as "
+            f"{directory}/{steps[-1]:012d}, or the last one with Checkpointer.restore."
+        )
+    return CheckpointMismatchError(
+        f"{expected}, got something else. "
+        "Load what functrain.save wrote, or the directory of one step of a Checkpointer."
+    )
 
 
 def parse_spec(spec: str) -> tuple[np.dtype[Any], tuple[int, ...]]:

@@ -109,7 +109,7 @@ def test_the_command_runs_in_a_process_of_its_own_and_ends_with_its_status(run) 
     code, out, err = status("run", "--verify")
     assert (code, err) == (0, "")
     assert "3 intact, 0 damaged" in out
-    refused = "nothing: expected a checkpoint, got nothing. Load what functrain.save wrote, or "
+    refused = "nothing: expected a checkpoint, got nothing. Check the path."
     code, out, err = status("nothing")
     assert (code, out) == (2, "")
     assert err.startswith(f"{run.parent}/{refused}")

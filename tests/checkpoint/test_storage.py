@@ -74,6 +74,13 @@ def test_one_state_is_saved_replaced_and_loaded(place) -> None:
         ft.load(f"{place}/other", LIKE)
 
 
+def test_who_loads_the_directory_of_a_checkpointer_is_told_its_steps(place) -> None:
+    saved(place, 3, 40, keep=None)
+    told = r"got the directory of a Checkpointer.* steps 3, 40\. .*, or .* Checkpointer\.restore"
+    with pytest.raises(ft.CheckpointMismatchError, match=told):
+        ft.load(place, LIKE)
+
+
 def test_a_copy_in_another_storage_is_a_checkpoint(tmp_path, url) -> None:
     store = fsspec.filesystem("memory")
     saved(url, 1, 2)

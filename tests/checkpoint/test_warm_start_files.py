@@ -68,7 +68,8 @@ def test_a_pickle_is_never_opened_under_any_name(tmp_path, monkeypatch, suffix, 
 @pytest.mark.parametrize(
     ("name", "error", "message"),
     [
-        ("nothing", FileNotFoundError, "expected a checkpoint, got nothing"),
+        ("nothing", FileNotFoundError, r"got nothing\. Check the path\.$"),
+        ("nothing.safetensors", FileNotFoundError, r"got nothing\. Check the path\.$"),
         ("folder", ft.CheckpointMismatchError, "got something else"),
         ("text.txt", ft.CheckpointMismatchError, r"or a file named \.safetensors\.index"),
         ("text", ft.CheckpointMismatchError, r"or a file named \.safetensors\.index"),
