@@ -16,6 +16,7 @@ from typing import Any
 
 from functrain.checkpoint._errors import ObjectStoreError
 from functrain.common._library import import_optional
+from functrain.common._locks import advice_to_connect
 
 # Larger requests are faster, but this memory is taken beside a leaf. S3 allows 10,000 parts.
 _READ_BYTES, _WRITE_BYTES = 16 * 2**20, 64 * 2**20
@@ -148,6 +149,7 @@ class _Owner:
                     f"{os.path.dirname(self._path)}: expected to be the only writer of this "
                     f"directory, but {writer} has taken over. Nothing was saved. Use another "
                     "directory, or end that process, call close(), and save again."
+                    f"{advice_to_connect()}"
                 )
         return self._record != b""
 

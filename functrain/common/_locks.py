@@ -6,6 +6,8 @@ import os
 import weakref
 from collections.abc import Iterator
 
+import jax
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -58,7 +60,7 @@ class Lock:
             raise RuntimeError(
                 f"{os.path.dirname(self._path)}: expected to be the only writer of this directory, "
                 f"but {writer} is writing to it. Wait until it has finished, call its close(), or "
-                "choose another directory."
+                f"choose another directory.{advice_to_connect()}"
             ) from None
         # The name is for the error above only: do without it if the disk is full.
         with contextlib.suppress(OSError):
@@ -79,6 +81,17 @@ class Lock:
                 _flock(self._handle, fcntl.LOCK_UN)
             self._close()
         self._close = None
+
+
+def advice_to_connect() -> str:
+    """Returns advice, after a space, for one of several processes that does not know the others."""
+    count = os.environ.get("JAX_NUM_PROCESSES", "1")  # set by functrain.launch
+    if count == "1" or jax.distributed.is_initialized():
+        return ""
+    return (
+        f" This process was started as one of {count}, but runs alone: call "
+        "functrain.distributed.initialize() at the start of the script."
+    )
 
 
 def _flock(handle: int, operation: int) -> None:

@@ -67,7 +67,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--cpu-devices", type=int, help="CPU devices that each process simulates, for tests")
     add("--bind", action="store_true", help="give each process its own CPU cores (Linux)")
     add("script", type=path_text, help="a Python file")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    # Otherwise argparse names them among those that are missing.
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments").required = False
     options = parser.parse_args(arguments)
     if options.processes < 1 or options.restarts < 0:
         parser.error("expected --processes of at least 1, and --restarts of at least 0")

@@ -33,6 +33,25 @@ sys.stdin.readline()
 """
 
 
+@pytest.mark.parametrize(("count", "is_told"), [("1", False), ("2", True)])
+def test_one_of_several_processes_that_are_not_connected_is_told_how_to_connect(
+    place, monkeypatch, count, is_told
+) -> None:
+    monkeypatch.setenv("JAX_NUM_PROCESSES", count)
+    first, second = ft.Checkpointer(place), ft.Checkpointer(place)
+
+    def save_in_turns() -> None:
+        for step, checkpoints in enumerate((first, second, first)):  # a store refuses the older one
+            checkpoints.save(LIKE, step)
+
+    with pytest.raises(RuntimeError, match="expected to be the only writer") as error:
+        save_in_turns()
+    advice = "started as one of 2, but runs alone: call functrain.distributed.initialize()"
+    assert (advice in str(error.value)) == is_told
+    first.close()
+    second.close()
+
+
 def test_a_second_process_that_writes_is_refused_and_one_that_reads_is_not(tmp_path) -> None:
     with fork_server.Popen(
         [sys.executable, "-c", WRITER, tmp_path],

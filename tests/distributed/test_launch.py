@@ -122,6 +122,13 @@ def test_lines_are_passed_on_byte_by_byte(tmp_path) -> None:
     assert subprocess.check_output(program, cwd=ROOT, env=environment) == b"[1] \xff \xc3\xa9\n"
 
 
+def test_what_is_missing_is_named_without_what_may_be_missing(capsys) -> None:
+    with pytest.raises(SystemExit):
+        _launch.main([])
+    required = capsys.readouterr().err.rpartition("required: ")[2]
+    assert required == "-n/--processes, script\n"
+
+
 @pytest.mark.parametrize("option", ["--processes=0", "--restarts=-1", "--cpu-devices=two"])
 def test_a_number_that_makes_no_sense_is_refused_with_the_option(capsys, option) -> None:
     with pytest.raises(SystemExit):
