@@ -1,6 +1,7 @@
 """Modules as models: how they are called, and the state that they leave."""
 
-from collections.abc import Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import jax
 from functrain.common._arguments import accepts, describe_signature, parameters
 from functrain.common._checks import require
 from functrain.common._types import PyTree
+from functrain.common._warnings import warn
 from functrain.model._freeze import FrozenState
 
 # Flax and its users have several names for the same argument. Each name maps to its value in
@@ -19,6 +21,45 @@ def switches(module: Any, training: bool) -> dict[str, Any]:
     """Returns the values of the switches that the module's ``__call__`` takes, by name."""
     names = parameters(module)
     return {name: training == value for name, value in SWITCHES.items() if name in names}
+
+
+def warn_of_other_switch(module: Any, training: bool, trains: Callable[..., bool]) -> None:
+    """Warns of a module that is in the wrong mode, since its switch has another name.
+
+    Args:
+      module: The module.
+      training: True in training.
+      trains: Given arguments of the module by name, returns True if it then drops values or
+        updates its state.
+    """
+    flags = _other_flags(module)
+    if not flags or trains() == training:
+        return
+    for name, value in flags.items():
+        if trains(**{name: value}) == training:
+            passed = f"{name}={'train' if value == training else 'not train'}"
+            modes = ("training", "evaluation") if training else ("evaluation", "training")
+            warn(
+                f"module: expected an argument of __call__ named {', '.join(SWITCHES)}, got "
+                f"{describe_signature(module)}. In {modes[0]}, its dropout and batch statistics "
+                f"stay in {modes[1]} mode, which {name}={value} would change. Rename the argument, "
+                "or wrap the module in one whose __call__(self, inputs, train) calls it with "
+                f"{passed}."
+            )
+
+
+def _other_flags(module: Any) -> dict[str, bool]:
+    """Returns the flags of a module without a known switch, by name, opposite to their defaults."""
+    arguments = parameters(module)
+    if SWITCHES.keys() & arguments.keys():
+        return {}
+    flags = {
+        name: not x.default
+        for name, x in arguments.items()
+        if isinstance(x.default, bool) or (x.default is None and "bool" in str(x.annotation))
+    }
+    takes_any = any(x.kind is inspect.Parameter.VAR_KEYWORD for x in arguments.values())
+    return {**flags, **SWITCHES} if takes_any else flags
 
 
 # The functions that take the modules of a package.

@@ -1,5 +1,6 @@
 """Models from linen modules."""
 
+import functools
 from typing import Any
 
 import flax.errors
@@ -10,7 +11,13 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from functrain.common._checks import require_instance
 from functrain.common._types import PyTree
-from functrain.model._call import require_one_input, require_own_state, restrict_to, switches
+from functrain.model._call import (
+    require_one_input,
+    require_own_state,
+    restrict_to,
+    switches,
+    warn_of_other_switch,
+)
 from functrain.model._model import Model, ModelOutput
 
 # Sown values and perturbations belong to one application, not to the state that the next one
@@ -24,7 +31,8 @@ def from_linen(module: nn.Module) -> Model:
     If the module's ``__call__`` takes an argument named `training`, `train`, `deterministic` or
     `use_running_average`, `apply` passes it; the last two as ``not training``. An argument that
     the module also has as a field with a value is not passed, since linen accepts it in one place
-    only. A module that takes it as ``**kwargs`` does not get it: name the argument.
+    only. A module that takes it as ``**kwargs``, or under another name, does not get it; if that
+    leaves dropout or batch statistics in the wrong mode, ``apply`` warns.
 
     Args:
       module: An instance of `flax.linen.Module`, called as ``module(inputs)``: `inputs` is one
@@ -87,9 +95,12 @@ def from_linen(module: nn.Module) -> Model:
         require_own_state(model_state)
         # A state that was created without a model_state has () there, and dict(()) is {}.
         collections = dict(model_state)
+        variables = {"params": params, **collections}
+        trains = functools.partial(_trains, module, variables, inputs)
+        warn_of_other_switch(module, training, trains)
         try:
             outputs, updated = module.apply(
-                {"params": params, **collections},
+                variables,
                 inputs,
                 rngs=rng,
                 # linen silently drops values that are sown into a collection that is not mutable.
@@ -114,6 +125,23 @@ def from_linen(module: nn.Module) -> Model:
 
 def _is_sown(old: PyTree, new: PyTree) -> bool:
     return isinstance(old, tuple) and len(new) > len(old)
+
+
+def _trains(module: nn.Module, variables: PyTree, inputs: PyTree, **flags: Any) -> bool:
+    """Returns True if a module, called with these flags, drops values or updates its state."""
+    # A flag may also add a variable, such as the cache of a decoder, which is no training.
+    mutable = DenyList(tuple(variables))
+    try:
+        jax.eval_shape(lambda: module.apply(variables, inputs, mutable=mutable, **flags))
+    except flax.errors.ModifyScopeVariableError:
+        return True
+    except flax.errors.InvalidRngError as error:
+        # It names the layer and the stream. A model that samples draws from other streams.
+        return "drop" in str(error).lower()
+    except Exception:
+        # A flag of another kind may need other arguments. The call itself raises errors.
+        return False
+    return False
 
 
 def _linen_switches(module: Any, training: bool) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Models from nnx modules."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from functrain.model._call import (
     require_own_state,
     restrict_to,
     switches,
+    warn_of_other_switch,
 )
 from functrain.model._model import Model, ModelOutput
 
@@ -29,7 +31,8 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
     ``apply`` builds a copy of the module from `params` and `model_state`, and sets the copy to
     ``module.train()`` or ``module.eval()`` mode, which overrides a mode set by hand. If the
     module's ``__call__`` takes an argument named `training`, `train`, `deterministic` or
-    `use_running_average`, `apply` passes it as well.
+    `use_running_average`, `apply` passes it as well. If one of another name keeps the copy from
+    drawing numbers and updating its state in training, ``apply`` warns.
 
     Args:
       module: A function that makes a module of random streams, ``lambda rngs: Net(rngs=rngs)``; or
@@ -116,6 +119,8 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
         module_copy = nnx.merge(graphdef, nnx_params, seeded_state)
         if training:
             module_copy.train()
+            trains = functools.partial(_trains, *nnx.split(module_copy), inputs)
+            warn_of_other_switch(module_copy, training, trains)
         else:
             module_copy.eval()
         outputs = module_copy(inputs, **switches(module_copy, training))
@@ -126,6 +131,25 @@ def from_nnx(module: "nnx.Module | Callable[[nnx.Rngs], Any]") -> Model:
         return ModelOutput(outputs, new_model_state, ())
 
     return Model(init, apply)
+
+
+def _trains(graphdef: Any, state: PyTree, inputs: PyTree, **flags: Any) -> bool:
+    """Returns True if a module, called with these flags, draws numbers or updates its state."""
+    from flax import nnx
+
+    def call() -> None:
+        # A trace may change only the variables that are made in it.
+        module = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
+        old = dict(_tree.leaves_with_path(nnx.to_pure_dict(nnx.state(module))))
+        module(inputs, **flags)
+        new = dict(_tree.leaves_with_path(nnx.to_pure_dict(nnx.state(module))))
+        changed.extend(new.get(path) is not x for path, x in old.items())
+
+    changed: list[bool] = []
+    # A flag of another kind may need other arguments. The call itself raises errors.
+    with contextlib.suppress(Exception):
+        jax.eval_shape(call)
+    return any(changed)
 
 
 def _to_nnx_state(reference: PyTree, values: PyTree, name: str) -> PyTree:

@@ -72,6 +72,62 @@ def test_switch_held_as_a_field_is_left_alone():
     assert same(model.apply(params, model_state, X, training=True).model_state, model_state)
 
 
+def called(signature, body="x"):
+    """Returns a module with dropout and batch statistics, of the given signature."""
+    layers = {
+        "norm": lambda x, on: nn.BatchNorm(use_running_average=not on)(x),
+        "drop": lambda x, on: nn.Dropout(0.5, deterministic=not on)(x),
+        "nn": nn,
+    }
+    exec(f"@nn.compact\ndef call(self, x, {signature}): return {body}", layers)
+    return type("Net", (nn.Module,), {"__call__": layers["call"]})()
+
+
+@pytest.mark.parametrize("layer", ["norm", "drop"])
+@pytest.mark.parametrize(
+    ("signature", "on", "advice"),
+    [
+        ("is_training=False", "is_training", "is_training=train"),
+        ("*, mask=None, update_stats: bool | None = None", "update_stats", "update_stats=train"),
+        ("inference=True", "not inference", "inference=not train"),
+        ("**options", "options.get('train', False)", "train=train"),
+    ],
+)
+def test_a_switch_of_another_name_that_keeps_evaluation_mode_is_warned_of(
+    layer, signature, on, advice
+):
+    model = from_linen(called(signature, f"{layer}(x, {on})"))
+    variables = model.init(KEY, X)
+    with pytest.warns(UserWarning, match=rf"named training, train, .*got Net\(x, .*{advice}\."):
+        model.apply(*variables, X, rng=KEY, training=True)
+    model.apply(*variables, X)
+
+
+def test_a_switch_of_another_name_that_keeps_training_mode_is_warned_of():
+    model = from_linen(called("is_training=True", "drop(x, is_training)"))
+    variables = model.init(KEY, X)
+    model.apply(*variables, X, rng=KEY, training=True)
+    with pytest.warns(UserWarning, match=r"In evaluation, .* in training mode, .*=train\."):
+        model.apply(*variables, X, rng=KEY)
+
+
+@pytest.mark.parametrize(
+    ("signature", "body"),
+    [
+        ("features=False", "norm(drop(x, False), False)"),
+        ("head=False", "nn.Dense(2)(x) if head else norm(x, False)"),
+        ("decode=False", "self.variable('cache', 'x', lambda: x).value if decode else x"),
+        ("train, frozen=True", "drop(norm(x, not frozen), train)"),
+        ("fail=False", "x.fail() if fail else drop(x, False)"),
+        ("is_frozen=False", "norm(x, not is_frozen)"),
+        ("sample=False", "x + self.make_rng('noise')[0] if sample else norm(x, False)"),
+    ],
+)
+def test_flags_that_are_no_switch_or_already_train_are_left_alone(signature, body):
+    model = from_linen(called(signature, body))
+    model.apply(*model.init(KEY, X), X, rng=KEY, training=True)
+
+
 @pytest.mark.parametrize("empty", [(), {}])
 def test_module_without_state_keeps_the_model_state_it_is_given(empty):
     model = from_linen(nn.Dense(2))

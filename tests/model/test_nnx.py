@@ -57,6 +57,35 @@ def test_module_is_never_changed(net):
     assert net.norm.use_running_average is mode
 
 
+@pytest.mark.parametrize("layer", ["norm", "drop"])
+def test_a_switch_of_another_name_that_keeps_evaluation_mode_is_warned_of(layer):
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.drop = nnx.BatchNorm(3, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x, is_training=False, scale=False):
+            if layer == "norm":
+                return self.norm(x * (1 + scale), use_running_average=not is_training)
+            return self.drop(x * (1 + scale), deterministic=not is_training)
+
+    model = from_nnx(Net(nnx.Rngs(0)))
+    variables = model.init(KEY, X)
+    with pytest.warns(UserWarning, match=r"got Net\(x, is_training, .*is_training=train\.") as seen:
+        jax.jit(model.apply, static_argnames="training")(*variables, X, rng=KEY, training=True)
+    assert len(seen) == 1
+    model.apply(*variables, X, rng=KEY)
+
+
+@pytest.mark.parametrize("rng", [None, KEY])
+def test_a_flag_that_is_no_switch_is_left_alone(rng):
+    class Net(NnxNet):
+        def __call__(self, x, features=False):
+            return super().__call__(x)
+
+    model = from_nnx(lambda rngs: Net(rngs))
+    model.apply(*model.init(KEY, X), X, rng=rng, training=True)
+
+
 def test_randomness_is_a_function_of_rng_alone_and_streams_come_back_as_given(net):
     model = from_nnx(net)
     params, model_state = model.init(KEY, X)
