@@ -10,5 +10,6 @@ Files:
   _eval: the steps for evaluation and prediction
   _metered: steps with and without running metrics
   _check: checks of steps, losses and the names of logs
+  _dropped_state: a warning of losses that drop the new model state
   _notes: the shapes of its batch, as a note on an error of a step
 """

@@ -14,6 +14,7 @@ class Aux(flax.struct.PyTreeNode, eq=False):
     """The values that a loss returns beside the loss itself.
 
     A loss of a model without a changing model state may return a plain dict of logs in its place.
+    A warning tells if that drops a new model state.
 
     Attributes:
       model_state: The model state after the forward pass, with the structure it had before.

@@ -13,6 +13,7 @@ from functrain.common._checks import require
 from functrain.common._types import PyTree
 from functrain.model._split import join, split_scales
 from functrain.step._check import check_loss
+from functrain.step._dropped_state import warn_of_dropped_state
 from functrain.step._loss import Aux, LossFn
 from functrain.step._notes import error_notes
 from functrain.step._state import TrainState, check_tx
@@ -131,14 +132,20 @@ def compute_loss(
 ) -> tuple[jax.Array, Aux]:
     """Returns ``loss_fn(params, model_state, *args, rng=rng, training=training)``.
 
+    Warns of a loss that returns a dict in training, although it computes a new model state.
+
     Raises:
       TypeError: The loss draws random numbers and `rng` is None, or it does not return a pair of a
         scalar and an Aux or a dict of logs.
     """
+
+    def loss_of(model_state: PyTree) -> Any:
+        return loss_fn(params, model_state, *args, rng=rng, training=training)
+
     try:
         # Noted here and not only in the loops, so that a step called by hand has the notes too.
         with error_notes(args[0] if len(args) == 1 else args):
-            result = loss_fn(params, model_state, *args, rng=rng, training=training)
+            result = loss_of(model_state)
     except Exception as error:
         # The errors of jax, flax and Equinox for None in place of a key say no more than that.
         if rng is None and _MISSING_KEY.search(str(error)):
@@ -147,7 +154,10 @@ def compute_loss(
                 "TrainState.create, and to eval_step if it draws random numbers in evaluation too."
             )
         raise
-    return _check_result(result, model_state)
+    loss, aux = _check_result(result, model_state)
+    if training and isinstance(result[1], Mapping):
+        warn_of_dropped_state(loss_of, model_state)
+    return loss, aux
 
 
 _MISSING_KEY = re.compile("PRNG|requires a key")
