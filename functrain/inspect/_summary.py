@@ -14,7 +14,7 @@ from functrain.rewrites._equations import product_dtypes
 
 
 def summary(state: Any, *, step: Step[Any] | None = None, batch: PyTree = None) -> str:
-    """Returns a table of the trained leaves, with totals, as plain ASCII text.
+    """Returns a table of the trained leaves, with totals, as plain ASCII text to print.
 
     Args:
       state: A `TrainState` or any object with fields `params`, `model_state` and `opt_state`: the
