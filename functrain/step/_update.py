@@ -58,9 +58,12 @@ def update(
       2.0 [0.5 0.5]
     """
     # By its method, so that subclasses and similar classes work.
-    advice = "Write update(state, loss_fn, tx, batch). For a population, use population.step(step)."
-    is_state = hasattr(state, "apply_gradients")
-    require(is_state, "state", "a TrainState", type(state), advice, error=TypeError)
+    if not hasattr(state, "apply_gradients"):
+        raise TypeError(
+            f"state: expected a TrainState, got {type(state).__name__}. Make one with "
+            "functrain.TrainState.create(params=params, tx=tx). For a population, use "
+            "population.step(step)."
+        )
     check_loss(loss_fn)
     check_tx(tx)
     # The key is a function of the step, so that a resumed run draws the same numbers.

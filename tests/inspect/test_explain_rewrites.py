@@ -181,7 +181,7 @@ def test_steps_and_states_that_do_not_go_together_are_told_how_they_do() -> None
     state, batch = ft.TrainState.create(params=jnp.ones(3), tx=tx), (jnp.ones((2, 3)),) * 2
     mae = {"mae": ft.metrics.mean_absolute_error()}
     bare, metered = ft.train_step(loss_fn, tx), ft.train_step(loss_fn, tx, metrics=mae)
-    with pytest.raises(TypeError, match=r"state: expected a TrainState, got <.*Metered"):
+    with pytest.raises(TypeError, match=r"state: expected a TrainState, got Metered"):
         explain_rewrites(bare, metered.start(state), batch)
     for carry in (state, metered.start(state)):
         assert explain_rewrites(metered, carry, batch).rows == ()

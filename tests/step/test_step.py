@@ -198,7 +198,7 @@ def test_a_step_with_metrics_takes_a_state_with_metrics() -> None:
     step = ft.train_step(loss_fn, tx, metrics={"mae": ft.metrics.mean_absolute_error()})
     with pytest.raises(TypeError, match=r"expected Metered.*step\.start\(state\)"):
         step(make_state(tx), (X, Y))
-    with pytest.raises(TypeError, match=r"state: expected a TrainState, got <.*Metered"):
+    with pytest.raises(TypeError, match=r"state: expected a TrainState, got Metered"):
         ft.train_step(loss_fn, tx)(step.start(make_state(tx)), (X, Y))
 
 

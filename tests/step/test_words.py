@@ -81,7 +81,7 @@ def test_an_optimizer_whose_init_cannot_be_traced_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((logging(), start(), TX), r"state: expected a TrainState, got .*update\(state, loss_fn"),
+        ((logging(), start(), TX), r"state: expected a TrainState, got function\. Make one with"),
         ((start(), TX, logging()), r"loss_fn: expected \(params, .*supervised\(model, loss\)"),
         ((start(), ft.train_step(logging(), TX), TX), r"loss_fn: .*got step\(state, batch\)"),
         ((start(), logging(), optax.adam), r"tx: expected .* got adam\. Call the function"),
