@@ -130,8 +130,14 @@ class Disk:
             return file.read()
 
     def make_directory(self, path: str) -> None:
-        """Creates a directory; raises FileExistsError for a file or a link of this name."""
-        os.makedirs(path, exist_ok=True)
+        """Creates a directory; raises FileExistsError for a file or a link in its place."""
+        try:
+            os.makedirs(path, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise FileExistsError(
+                f"{path}: expected a directory, got a file or a link of this name, or of a "
+                "folder above. Remove it, or choose another path."
+            ) from error
         if os.path.islink(path):
             raise FileExistsError(f"{path}: expected a directory, got a link. Remove it.")
 

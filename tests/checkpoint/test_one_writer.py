@@ -277,3 +277,11 @@ for step in range(1, 60):
         assert writer.communicate()[1] == b""
     assert seen == sorted(seen)
     assert len(set(seen)) > 5
+
+
+@pytest.mark.parametrize("below", ["", "run"])
+def test_a_file_in_place_of_the_directory_is_told(tmp_path, below):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"file.*: expected a directory, got .* another path"):
+        ft.Checkpointer(tmp_path / "file" / below).save(LIKE, 1)
+    assert (tmp_path / "file").read_text() == "mine"
