@@ -69,18 +69,32 @@ def epochs(**arguments: Any) -> Any:
 
     Args:
       **arguments: Those of `EpochIterator`: x, y, sample_weight, batch_size, ...
+
+    Raises:
+      ValueError: Keras does not know the data, or they do not fit together.
     """
     distribution = keras.distribution.distribution()
     # Keras divides tf.data over processes, while in bridge.fit every process has the same batches.
     divides = getattr(distribution, "auto_shard_dataset", False)
     if divides:
         distribution.auto_shard_dataset = False
+    given = [arguments.get(name) for name in ("x", "y", "sample_weight")]
     try:
         iterator = _Epochs(**arguments)
+    except ValueError as error:
+        if not str(error).startswith("Unrecognized data type"):
+            raise
+        kinds = ", ".join(type(data).__name__ for data in given if data is not None)
+        raise ValueError(
+            "x: expected arrays, beside y and sample_weight, or alone a dataset, a loader of "
+            f"Keras, PyTorch or Grain, or a generator, got {kinds}. Pass the arrays of an "
+            "ArrayLoader as x and y with batch_size=, and other batches as a generator: "
+            "(batch for batch in batches)."
+        ) from error
     finally:
         if divides:
             distribution.auto_shard_dataset = True
-    iterator.given = [arguments.get(name) for name in ("x", "y", "sample_weight")]
+    iterator.given = given
     adapter = iterator.data_adapter
     # A subclass may yield other batches than these arrays.
     if type(adapter) is ArrayDataAdapter and all(

@@ -73,6 +73,10 @@ def test_what_every_method_refuses(method: str) -> None:
             run(other, X)
     with pytest.raises(ValueError, match=r"x: expected arrays, a dataset.*got None"):
         run(model, None)
+    for data in (ft.ArrayLoader((X, Y), 8), iter([(X, Y)])):
+        words = rf"^x: .*, got {type(data).__name__}\. .*ArrayLoader as x and y.*generator"
+        with pytest.raises(ValueError, match=words):
+            run(model, data)
     with pytest.raises(ValueError, match="x: expected at least one batch"):
         run(model, X[:0], **({} if method == "predict" else {"y": Y[:0]}))
     with pytest.raises(TypeError, match="workers"):
@@ -153,7 +157,7 @@ def test_strings_are_found_wherever_they_are(strings: Any) -> None:
         ((X[:, :2], Y), r"got batches of float32\[16, 2\]"),
         (X, r"got batches of float32\[16, 3\]\. .* Its test_step raised:"),
         ((X, Y, X, Y), "Data is expected to be in format"),
-        (ft.ArrayLoader((X, Y), 8), "Unrecognized data type"),
+        (ft.ArrayLoader((X, Y), 8), r"got ArrayLoader\. Pass the arrays .* as x and y"),
         ((X, Y[:16]), "cardinality"),
         ((X[:0], Y[:0]), "at least one batch"),
         ((None, None), "x: expected arrays, a dataset, a loader or a generator, got"),
