@@ -4,7 +4,8 @@ Files:
   _state: the stacked states, and functions to create, stack and index them
   _shared: leaves that all members share, such as a frozen base
   _hyperparameters: hyperparameters with one value for each member, such as learning rates
-  _over_members: maps a function of one member over all; stopped members do not change
+  _over_members: maps a function of one member over all
+  _stopped: keeps the leaves of members that are not active
   _blocks: takes the steps of a program with as many members as stay on the chip of a TPU
   _loader: a loader with different batches for each member
   _step: the step of a population

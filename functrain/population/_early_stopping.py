@@ -10,8 +10,8 @@ from functrain.common._checks import require
 from functrain.common._gather import fetch_global
 from functrain.hooks._early_stopping import EarlyStopping as _EarlyStopping
 from functrain.loop._events import Event
-from functrain.population._over_members import where_active
 from functrain.population._state import require_population
+from functrain.population._stopped import where_active
 
 
 class EarlyStopping(_EarlyStopping):

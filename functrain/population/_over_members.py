@@ -139,15 +139,6 @@ def _call_if(is_used: jax.Array, function: Function, *args: PyTree) -> Any:
     return jax.lax.cond(is_used, function, zeros, *args)
 
 
-def where_active(active: jax.Array, new: PyTree, old: PyTree) -> PyTree:
-    """Returns the new leaves of active members, and the old leaves of the others."""
-
-    def select(new: jax.Array, old: jax.Array) -> jax.Array:
-        return jnp.where(active.reshape(-1, *[1] * (jnp.ndim(new) - 1)), new, old)
-
-    return jax.tree.map(select, new, old)
-
-
 def _require_batch_per_member(batch: PyTree, members: int) -> None:
     problems = _tree.format_leaves(batch, lambda x: jnp.shape(x)[:1] != (members,))
     expected = f"a batch for each of the {members} members, leaves [{members}, B, ...]"

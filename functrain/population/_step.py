@@ -13,9 +13,10 @@ from functrain.engine._plan import nbytes
 from functrain.metrics._metric import Metered
 from functrain.population._blocks import Run, copy_onto_chip, count_blocks, run_blocks
 from functrain.population._loader import Loader
-from functrain.population._over_members import Block, Data, OverMembers, where_active
+from functrain.population._over_members import Block, Data, OverMembers
 from functrain.population._shared import joined_step, map_state, require_unchanged
 from functrain.population._state import PopulationState, require_population
+from functrain.population._stopped import step_active, where_active
 from functrain.step._check import check_step
 from functrain.step._metered import MeteredStep
 
@@ -133,13 +134,19 @@ class _OfAll(StepTraits):
     ) -> tuple[Any, jax.Array, PyTree]:
         """Returns the new carry, stacked, the members that are active after it, and the logs."""
         was_active, shared = population.active, population.shared
-        new, logs = self.over(joined_step(self.member, shared), stacked, batch, was_active)
+
+        def step(stacked: PyTree, batch: PyTree) -> Any:
+            return self.over(joined_step(self.member, shared), stacked, batch, was_active)
+
+        new, logs = step_active(step, stacked, batch, was_active)
         if shared is not None:
             require_unchanged(self.member, *self.over.take_first(stacked, batch), shared)
         active = was_active
         if self.stop_non_finite:
             states = new.state if isinstance(new, Metered) else new
             active = _where_finite(active, population.states, states, logs)
+            # A second selection: the first one used the members that were active before the step.
+            new = where_active(active, new, stacked)
 
         def hide_stopped(x: jax.Array) -> Any:
             if not jnp.issubdtype(x.dtype, jnp.inexact):
@@ -147,7 +154,7 @@ class _OfAll(StepTraits):
             # `was_active`, not `active`: the non-finite loss that stops a member is reported.
             return where_active(was_active, x, jnp.full_like(x, jnp.nan))
 
-        return where_active(active, new, stacked), active, jax.tree.map(hide_stopped, logs)
+        return new, active, jax.tree.map(hide_stopped, logs)
 
 
 class PopulationStep(_OfAll):

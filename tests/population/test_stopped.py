@@ -10,7 +10,7 @@ import pytest
 
 import functrain as ft
 
-from .setting import EVAL, MEMBERS, METERED, PLAIN, bits, loader, of_all, population
+from .setting import EVAL, MEMBERS, METERED, PLAIN, X, Y, bits, loader, of_all, population
 
 OF_ALL = of_all(PLAIN)
 
@@ -27,6 +27,16 @@ def test_a_stopped_member_keeps_every_bit_and_the_others_go_on(member, block) ->
     stopped = np.isnan(history.steps["loss"]).all(axis=0)
     np.testing.assert_array_equal(stopped, ~np.asarray(start.active))
     assert np.isnan(history.epochs["loss"][:, 1]).all()
+
+
+def test_new_params_are_computed_from_the_moments_that_are_kept() -> None:
+    # Otherwise XLA's CPU backend keeps old and new moments side by side, and copies them.
+    jaxpr, results = jax.make_jaxpr(OF_ALL, return_shape=True)(population(), (X[:8], Y[:8]))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(results)]
+    moments = [x for x, path in zip(jaxpr.jaxpr.outvars, paths, strict=True) if "trace" in path]
+    used = [x for eqn in jaxpr.jaxpr.eqns for x in eqn.invars]
+    assert len(moments) == 3
+    assert all(any(x is moment for x in used) for moment in moments)
 
 
 def test_a_member_that_is_stopped_costs_nothing_where_it_would_come_by_itself() -> None:
