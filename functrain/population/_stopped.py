@@ -66,13 +66,13 @@ def _select_early(jaxpr: Any, leaves: int) -> tuple[Any, set[int]]:
       leaves: The number of leaves.
 
     Returns:
-      The jaxpr, and the numbers of the leaves that are selected in it: not those that no operation
+      The jaxpr, and the indices of the leaves that are selected in it: not those that no operation
       computes, that are returned more than once, or that have another type than the old leaf.
     """
     *old, active = jaxpr.invars[: leaves + 1]
     new = {i: var for i, var in enumerate(jaxpr.outvars) if not isinstance(var, core.Literal)}
     counts = Counter(new.values())
-    number = {
+    index_of = {
         var: i
         for i, var in new.items()
         if i < leaves and counts[var] == 1 and var.aval == old[i].aval
@@ -81,10 +81,10 @@ def _select_early(jaxpr: Any, leaves: int) -> tuple[Any, set[int]]:
     eqns: list[core.JaxprEqn] = []
     for eqn in jaxpr.eqns:
         eqns.append(eqn.replace(invars=substitute(selections, eqn.invars)))
-        for var in filter(number.__contains__, eqn.outvars):
-            inputs = [active, var, old[number[var]]]
+        for var in filter(index_of.__contains__, eqn.outvars):
+            inputs = [active, var, old[index_of[var]]]
             selecting, (selections[var],) = inline(lambda *x: [where_active(*x)], eqn, inputs)
             eqns += selecting
     outvars = substitute(selections, jaxpr.outvars)
     jaxpr = jaxpr.replace(eqns=eqns, outvars=outvars, debug_info=jaxpr.debug_info)
-    return jaxpr, {number[var] for var in selections}
+    return jaxpr, {index_of[var] for var in selections}
