@@ -139,6 +139,7 @@ bench-hub: .venv-hub/.ready
 .venv-tensorflow/.ready .venv-torch/.ready .venv-keras-head/.ready .venv-adapters/.ready .venv-ray/.ready .venv-hub/.ready: .venv-%/.ready:
 	$(PYTHON) -m venv --clear .venv-$*
 	.venv-$*/bin/python -m pip install --quiet $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS)) $(IN_$*)
+	$(if $(NOT_IN_$*),.venv-$*/bin/python -m pip uninstall --quiet --yes $(NOT_IN_$*))
 	@touch $@
 
 # Object stores and trackers need older releases of some packages than the other environments have. In
@@ -161,6 +162,7 @@ IN_tensorflow := keras tensorflow-cpu
 IN_torch := keras torch
 IN_keras-head := keras-nightly jax
 IN_adapters := --editable '.[test,wandb,optuna]' keras-hub torch torchdata transformers peft nbclient ipykernel kubeflow-trainer-api pyyaml # keras-hub brings TensorFlow
+NOT_IN_adapters := triton # PyTorch can do without it; with TensorFlow in one process it crashes
 EXTRAS_remote := remote
 IN_remote := s3fs gcsfs 'moto[server]' gcp-storage-emulator
 EXTRAS_trackers := wandb,mlflow,trackio,comet
