@@ -18,7 +18,7 @@ from functrain.engine._guards import tracing_guards
 from functrain.engine._loop import check_results, check_stacked, repeat
 from functrain.engine._placement import Pins, pin_carry, read_pins
 from functrain.rewrites import Mode
-from functrain.rewrites._compile import jit, jit_without_arithmetic
+from functrain.rewrites._compile import WITHOUT_MOTION, jit, jit_without_arithmetic
 from functrain.step._notes import error_notes
 from functrain.targets._chips import on_chip_bytes
 
@@ -152,7 +152,10 @@ def _build(get_step: Callable[[], Any], kind: Kind, loop: LoopOptions) -> Progra
     shardings = (
         {} if loop.pins is None else {"out_shardings": (jax.tree.unflatten(*loop.pins), None, None)}
     )
-    compiled: Program = jit(run, donate_argnums=donated, **shardings)
+    compiler_options = WITHOUT_MOTION if loop.rewrites == "exact" else None
+    compiled: Program = jit(
+        run, compiler_options=compiler_options, donate_argnums=donated, **shardings
+    )
     return compiled
 
 

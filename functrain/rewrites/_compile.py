@@ -56,7 +56,13 @@ class MiscompilationWarning(UserWarning):
     """
 
 
-def jit(function: Callable[..., Any], **options: Any) -> Any:
+# XLA moves what is the same in every round of a loop in front of it: the mask of an index that is a
+# constant, for example. It then fuses the rest of the body as it would not outside of a loop, and
+# orders sums differently.
+WITHOUT_MOTION = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+
+
+def jit(function: Callable[..., Any], *, compiler_options: Any = None, **options: Any) -> Any:
     """Returns ``jax.jit(function, **options)`` without what XLA compiles wrongly.
 
     With a jaxlib that compiles all of it correctly this is `jax.jit` itself. Otherwise images are
@@ -64,13 +70,46 @@ def jit(function: Callable[..., Any], **options: Any) -> Any:
     before its first run, and compiled again if it has a wrong fusion.
     FUNCTRAIN_CHECK_PROGRAMS=off in the environment turns this off. Within a transformation (an
     outer `jax.jit`, `jax.vmap`, `jax.grad`) the function is inlined into the outer program, and
-    compiled with it.
+    compiled with it, so without the compiler options: jax accepts those of the outer program only.
     """
     setting = os.environ.get("FUNCTRAIN_CHECK_PROGRAMS") or "on"
     require_one_of("FUNCTRAIN_CHECK_PROGRAMS", setting, ("on", "off"))
     if IS_AFFECTED and setting == "on":
-        return CheckedJit(function, options)
+        return CheckedJit(function, options, compiler_options or {})
+    if compiler_options:
+        return _OutermostJit(function, options, compiler_options)
     return jax.jit(function, **options)
+
+
+class _OutermostJit:
+    """A jitted function with compiler options, which it drops within a transformation."""
+
+    def __init__(
+        self, function: Callable[..., Any], options: dict[str, Any], compiler_options: Any
+    ) -> None:
+        self._transformed: Any = jax.jit(function, **options)
+        self._jitted: Any = jax.jit(function, **options, compiler_options=compiler_options)
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs the program."""
+        return self._use("__call__", args)
+
+    def lower(self, *args: Any) -> Any:
+        """Lowers the program that a call would run."""
+        return self._use("lower", args)
+
+    def trace(self, *args: Any) -> Any:
+        """Traces the program that a call would run."""
+        return self._use("trace", args)
+
+    def eval_shape(self, *args: Any) -> Any:
+        """Returns the shapes of the results without compiling."""
+        return self._transformed.eval_shape(*args)
+
+    def _use(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Calls a method of the `jax.jit` object for these arguments."""
+        is_transformed = _is_transformed(jax.tree.leaves(args))
+        return getattr(self._transformed if is_transformed else self._jitted, method)(*args)
 
 
 def jit_without_arithmetic(function: Callable[..., Any], **options: Any) -> Any:
@@ -100,7 +139,7 @@ class _UncheckedError(Exception):
 _tracing = threading.local()
 
 
-class CheckedJit:
+class CheckedJit(_OutermostJit):
     """A jitted function whose programs are checked before they run, for affected jaxlibs.
 
     On one device, a program that has run once costs nothing more: `jax.jit` finds it in its cache.
@@ -109,7 +148,9 @@ class CheckedJit:
     new sharding without tracing again, so each call looks up whether its signature was checked.
     """
 
-    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], options: dict[str, Any], compiler_options: Any
+    ) -> None:
         cropped = _crop_first(function)
 
         @functools.wraps(function)
@@ -118,11 +159,13 @@ class CheckedJit:
                 raise _UncheckedError
             return cropped(*args)
 
+        super().__init__(checked, options, compiler_options)
         # For calls within transformations. It shares no cache with the others, so a program that it
         # has traced does not count as checked.
-        self._transformed: Any = jax.jit(function, **options)
-        self._jitted: Any = jax.jit(checked, **options)
-        self._without_fusions: Any = jax.jit(checked, **options, compiler_options=WITHOUT_FUSIONS)
+        self._transformed = jax.jit(function, **options)
+        self._without_fusions: Any = jax.jit(
+            checked, **options, compiler_options={**compiler_options, **WITHOUT_FUSIONS}
+        )
         self._choices: dict[Any, Any] = {}  # by signature: one of the last two
         self._all_are_right = False
         # Signatures that were traced but whose check has not finished: another thread is checking
@@ -141,18 +184,6 @@ class CheckedJit:
                 # on (0.6 ms more per call with 40 arrays), unless it forgets that.
                 self._jitted._clear_cache()
         return self._use("__call__", args)
-
-    def lower(self, *args: Any) -> Any:
-        """Lowers the program that a call would run; it is compiled for the check."""
-        return self._use("lower", args)
-
-    def trace(self, *args: Any) -> Any:
-        """Traces the program that a call would run; it is compiled for the check."""
-        return self._use("trace", args)
-
-    def eval_shape(self, *args: Any) -> Any:
-        """Returns the shapes of the results without compiling."""
-        return self._transformed.eval_shape(*args)
 
     def _use(self, method: str, args: tuple[Any, ...]) -> Any:
         """Calls a method of the `jax.jit` object that computes the right numbers."""

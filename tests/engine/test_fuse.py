@@ -157,9 +157,10 @@ def test_the_program_takes_the_number_of_steps_it_is_given(unroll) -> None:
         program(jnp.zeros(()), jnp.ones(4), 5)
 
 
+@pytest.mark.parametrize("rewrites", ["auto", "exact"])
 @pytest.mark.parametrize("steps", [None, 2])
-def test_a_fused_step_can_be_part_of_another_program(steps) -> None:
-    fused = ft.fuse(lambda state, batch: (state + batch, {}), 3)
+def test_a_fused_step_can_be_part_of_another_program(steps, rewrites) -> None:
+    fused = ft.fuse(lambda state, batch: (state + batch, {}), 3, rewrites=rewrites)
     state, _ = jax.jit(lambda state, chunk: fused(state, chunk, steps))(jnp.zeros(()), jnp.ones(3))
     assert float(state) == (steps or 3)
     many, _ = jax.vmap(lambda state: fused(state, jnp.ones(3), steps))(jnp.arange(4.0))

@@ -65,6 +65,46 @@ def test_a_layer_with_one_output_is_keras_fits_to_the_bit(case: str, features: i
             np.testing.assert_array_equal(have, value)
 
 
+class Positions(keras.layers.Layer):
+    """Puts a token in front, and adds a row of a table to each position."""
+
+    def build(self, shape):
+        self.token = self.add_weight(shape=(1, 1, shape[-1]))
+        self.table = keras.layers.Embedding(shape[1] + 1, shape[-1])
+        self.positions = keras.ops.arange(shape[1] + 1)[None]
+
+    def call(self, x):
+        token = keras.ops.repeat(self.token, keras.ops.shape(x)[0], axis=0)
+        return keras.ops.concatenate([token, x], axis=1) + self.table(self.positions)
+
+
+def test_a_vision_transformer_is_keras_fits_to_the_bit() -> None:
+    # Positions are constants. Moved in front of the loop, what is made of them changes the sums.
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(44, 8, 8, 3)).astype(np.float32)
+    y = np.arange(44, dtype=np.int32) % 2
+
+    def fitted(fit, **options):
+        keras.utils.set_random_seed(0)
+        image = keras.Input((8, 8, 3))
+        patches = keras.layers.Reshape((4, 8))(keras.layers.Conv2D(8, 4, 4)(image))
+        tokens = Positions()(patches)
+        normed = keras.layers.LayerNormalization()(tokens)
+        tokens = tokens + keras.layers.MultiHeadAttention(2, 4)(normed, normed)
+        hidden = keras.layers.Dense(16, "gelu")(keras.layers.LayerNormalization()(tokens))
+        tokens = keras.layers.LayerNormalization()(tokens + keras.layers.Dense(8)(hidden))
+        model = keras.Model(image, keras.layers.Dense(2)(keras.layers.Flatten()(tokens)))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("adam", loss)
+        fit(model, x, y, batch_size=8, epochs=2, verbose=0, shuffle=False, **options)
+        return [np.asarray(v) for v in model.variables + model.optimizer.variables]
+
+    want = fitted(keras.Model.fit)
+    for fuse in (1, 3):
+        for got, value in zip(fitted(bridge.fit, rewrites="exact", fuse=fuse), want, strict=True):
+            np.testing.assert_array_equal(got, value)
+
+
 def test_blurred_images_give_weights_within_rounding_whatever_k() -> None:
     rng = np.random.default_rng(0)
     x = rng.uniform(size=(48, 16, 16, 3)).astype(np.float32)
