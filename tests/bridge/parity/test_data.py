@@ -110,7 +110,7 @@ def sequences_of_several_lengths() -> Case:
     model = keras.Sequential([keras.Input((None,), dtype="int32"), *net])
     lengths = [*[5] * 4, *[9] * 6, 5, 7, 5, 7, *[9] * 4]
     rng = np.random.default_rng(0)
-    batches = ((rng.integers(0, 10, (BATCH, n)), Y[:BATCH]) for n in lengths)
+    batches = ((rng.integers(0, 10, (BATCH, n), np.int32), Y[:BATCH]) for n in lengths)
     return compiled(model, x=batches, steps_per_epoch=6)
 
 
