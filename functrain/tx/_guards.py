@@ -45,7 +45,8 @@ def skip_non_finite(tx: optax.GradientTransformation) -> optax.GradientTransform
     `step` still advances, and with it the randomness of the next step. `train_step` logs the counts
     ``skipped`` and ``skipped_in_a_row``, and the loss itself; its metrics, and the epoch means in
     a history, leave skipped steps out. A run without NaN or infinity gives the same bits with and
-    without this wrapper.
+    without this wrapper, except that on processors with AVX-512 those of a convolutional model may
+    differ by rounding (not with ``rewrites="off"``).
 
     `optax.apply_if_finite` does less: it does not protect model state, such as batch statistics,
     and it accepts NaN after a number of consecutive errors.

@@ -1,4 +1,7 @@
-"""Where all is finite, a guarded run is the run without the guard: the whole state, to the bit."""
+"""Where all is finite, a guarded run is the run without the guard.
+
+The whole state is compared to the bit, but for convolutions that are rewritten.
+"""
 
 import chex
 import jax
